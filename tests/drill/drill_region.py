@@ -15,8 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from region_hosts import RegionHost, prfaas, told, wait_for
-from standin_engine import install
+from engine_module import install
+from eventually import wait_until
+from region_hosts import PATIENCE_S, RegionHost, prfaas, told
 from two_hosts import two_hosts
 
 LIMIT = 3
@@ -141,7 +142,7 @@ def drill_region(folder: Path) -> Iterator[DrillRegion]:
         file = hosts["b1"].folder / "region.yaml"
         said = told(prfaas("region", "render", str(file), "--prometheus", str(out)))
         assert said.returncode == 0, said.stderr
-        wait_for(lambda: ask(gateway, LONG) == "prefill_cluster", "a prompt is sent")
+        wait_until(lambda: ask(gateway, LONG) == "prefill_cluster", timeout_s=PATIENCE_S)
         clients = Clients(gateway)
         stack.callback(clients.stop)
         clients.add(1, 0.5)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine, wait_until
+from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine
 from documented_metrics import undocumented
+from eventually import wait_until
 
 from kvmanager.agent.messages import Cancel, CancelReply, Renew, RenewReply, ReserveReply
 from kvmanager.load_times import LoadTimes

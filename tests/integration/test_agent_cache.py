@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_process import CHILD_ENV, SMALL_LAYOUT, AgentProcess, DrivenEngine, wait_until
+from agent_process import CHILD_ENV, SMALL_LAYOUT, AgentProcess, DrivenEngine
 from arena_bytes import get_bytes
 from caching_engine import KV, NAMESPACE, ROOT, SHAPE, STATE, B, CachingEngine, content, prompt
+from eventually import wait_until
 
 from kvmanager.agent.engines.protocol import CacheFound, Landed
 from kvmanager.agent.messages import ListCache, ListCacheReply, Reserve, ReserveReply
@@ -210,10 +211,7 @@ class Transfers:
         """Send what an engine has for the tokens of these blocks, as it lies in a landing."""
         num_tokens = len(keys) * B
         outbox = self.sender.open_outbox(landing, num_tokens)
-        transfer_id = bytes.fromhex(landing.transfer_id)
-        assert producer.client.attach(transfer_id, outbox.attempt)
-        producer.write(outbox, self.bytes(keys, landing.cached_tokens))
-        assert producer.client.ready(transfer_id, outbox.attempt, [(0, landing.nbytes)])
+        producer.send(landing, outbox, self.bytes(keys, landing.cached_tokens))
         assert self.sender.wait(landing.transfer_id).state == "complete"
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Two real agents in one process, over real sockets: cached prefixes from one to the other."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -18,6 +18,7 @@ from cache_node import (
     content,
     node,
 )
+from eventually import eventually
 
 from kvmanager.agent.between_agents import move_cache
 from kvmanager.agent.cache.move_messages import ReserveCacheMoveReply
@@ -34,25 +35,19 @@ def order(parts: Sequence[BlockPart] = RESUME, fingerprint: str = FINGERPRINT) -
     return CacheMoveOrder(fingerprint, BLOCK_KEYS, parts)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 @pytest.fixture
 async def source(tmp_path: Path) -> AsyncIterator[Node]:
     async with node(tmp_path, "source") as one:
         one.store(RESUME)
         yield one
-        await until(one.holds_nothing_for_moves)
+        await eventually(one.holds_nothing_for_moves)
 
 
 @pytest.fixture
 async def destination(tmp_path: Path) -> AsyncIterator[Node]:
     async with node(tmp_path, "destination") as one:
         yield one
-        await until(one.holds_nothing_for_moves)
+        await eventually(one.holds_nothing_for_moves)
 
 
 async def test_a_prefix_is_cached_at_the_other_node_as_well(
@@ -86,7 +81,7 @@ async def test_what_the_source_does_not_have_cannot_be_moved(
         with pytest.raises(RpcError, match="not all of these parts are cached here") as caught:
             await move_cache(empty.control, destination.control, order())
         assert caught.value.code == "NOT_FOUND"
-        await until(lambda: destination.num_used == 0)
+        await eventually(lambda: destination.num_used == 0)
         assert empty.holds_nothing_for_moves()
 
 
@@ -117,7 +112,7 @@ async def test_while_it_is_sent_it_stays_and_an_end_lets_it_go(
     assert not source.pool.make_room(source.agent.allocator.num_blocks)
     assert source.pool.match(SHAPE, KEYS).num_blocks == 8
     assert await source.control.end_cache_move("11" * 16, "enough")
-    await until(source.holds_nothing_for_moves)
+    await eventually(source.holds_nothing_for_moves)
     assert source.pool.make_room(source.agent.allocator.num_blocks)
     seen = await source.control.cache_move_status("11" * 16, "send", lease_s=1, wait_s=1)
     assert (seen.state, seen.error) == ("cancelled", "enough")
@@ -128,9 +123,9 @@ async def test_a_landing_nobody_fills_gives_its_memory_back(destination: Node) -
     ended = await destination.control.reserve_cache_move(order(), 30.0)
     assert destination.num_used > 0
     await destination.control.end_cache_move(ended.transfer_id, "no more")
-    await until(lambda: destination.num_used == 0)
+    await eventually(lambda: destination.num_used == 0)
     late = await destination.control.reserve_cache_move(order(), 0.2)
-    await until(lambda: destination.num_used == 0)
+    await eventually(lambda: destination.num_used == 0)
     seen = await destination.control.cache_move_status(
         late.transfer_id, "landing", lease_s=1, wait_s=0
     )
@@ -147,7 +142,7 @@ async def test_a_sender_without_the_token_is_not_let_in(source: Node, destinatio
     assert seen.state == "failed"
     assert "bad_token" in seen.error
     await destination.control.end_cache_move(landing.transfer_id, "forged")
-    await until(lambda: destination.num_used == 0)
+    await eventually(lambda: destination.num_used == 0)
 
 
 async def test_giving_a_move_up_ends_both_ends(
@@ -164,19 +159,19 @@ async def test_giving_a_move_up_ends_both_ends(
 
     monkeypatch.setattr(destination.control, "reserve_cache_move", elsewhere)
     moving = asyncio.create_task(move_cache(source.control, destination.control, order()))
-    await until(lambda: not source.holds_nothing_for_moves())
+    await eventually(lambda: not source.holds_nothing_for_moves())
     moving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await moving
-    await until(source.holds_nothing_for_moves)
-    await until(lambda: destination.num_used == 0)
+    await eventually(source.holds_nothing_for_moves)
+    await eventually(lambda: destination.num_used == 0)
 
 
 async def test_a_destination_that_stops_fails_the_move(tmp_path: Path, source: Node) -> None:
     async with node(tmp_path, "stopping") as stopping:
         landing = await stopping.control.reserve_cache_move(order(), 30.0)
     await source.control.send_cache_move(order(), landing, 2.0)
-    await until(source.holds_nothing_for_moves)
+    await eventually(source.holds_nothing_for_moves)
     seen = await source.control.cache_move_status(landing.transfer_id, "send", lease_s=1, wait_s=0)
     assert seen.state in ("failed", "cancelled")
 
@@ -269,7 +264,7 @@ async def test_a_long_prefix_is_taken_and_dropped_in_steps(tmp_path: Path) -> No
         landing = await one.control.reserve_cache_move(long, 30.0)
         assert (len(landing.parts), one.num_used) == (600, 1200)
         await one.control.end_cache_move(landing.transfer_id, "enough")
-        await until(lambda: one.num_used == 0)
+        await eventually(lambda: one.num_used == 0)
         assert (turns.taken, turns.freed) == (256, 256)
         one.store(MANY, keys=MANY_KEYS)
         await asyncio.sleep(0)
@@ -298,4 +293,4 @@ async def test_a_part_of_the_agent_that_fails_keeps_no_other_one_from_ending_lea
     monkeypatch.setattr(destination.agent.transfers, "tick", fail)
     monkeypatch.setattr(destination.agent.transfers.prober, "tick", fail)
     await destination.control.reserve_cache_move(order(), 0.2)
-    await until(lambda: destination.num_used == 0)
+    await eventually(lambda: destination.num_used == 0)

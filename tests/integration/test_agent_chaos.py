@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine, wait_until
+from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine
 from arena_bytes import put_bytes
+from eventually import wait_until
 
 from kvmanager.agent.engines.protocol import Landed
 from kvmanager.agent.messages import Cancel, CancelReply, OpenOutboxReply
@@ -150,8 +151,8 @@ def test_what_lands_is_what_was_sent(agents: list[AgentProcess]) -> None:
                 agent.call("Cancel", Cancel(landing.transfer_id, "chaos"), CancelReply)
         for thread in threads:
             thread.join()
-        wait_until(lambda: not {"open"} & set(sender.status().num_outboxes), 20)
-        wait_until(lambda: undisturbed <= consumer.landed, 20)
+        wait_until(lambda: not {"open"} & set(sender.status().num_outboxes))
+        wait_until(lambda: undisturbed <= consumer.landed)
         receiver.cancel_all()
         for agent in agents:
             wait_until(lambda agent=agent: agent.status().free_bytes == agent.status().arena_bytes)

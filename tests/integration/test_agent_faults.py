@@ -10,13 +10,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from agent_process import (
-    SMALL_LAYOUT,
-    AgentProcess,
-    DrivenEngine,
-    Victim,
-    wait_until,
-)
+from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine, Victim
+from eventually import wait_until
 from typer.testing import CliRunner
 
 from deploy.cli import app
@@ -67,12 +62,9 @@ def begin(
 ) -> tuple[ReserveReply, int]:
     """A transfer of which a part has arrived, and the attempt of its outbox."""
     landing = receiver.reserve(NUM_TOKENS)
-    transfer_id = bytes.fromhex(landing.transfer_id)
-    consumer.client.watch(transfer_id)
+    consumer.client.watch(bytes.fromhex(landing.transfer_id))
     outbox = sender.open_outbox(landing, NUM_TOKENS)
-    producer.client.attach(transfer_id, outbox.attempt)
-    producer.write(outbox, bytes(1000))
-    producer.client.ready(transfer_id, outbox.attempt, [(0, 1000)])
+    producer.send(landing, outbox, bytes(1000))
     wait_until(lambda: sender.wait(landing.transfer_id, 0.0).acked_bytes == 1000)
     return landing, outbox.attempt
 
@@ -84,10 +76,7 @@ def transfer_works(
     landing = receiver.reserve(NUM_TOKENS)
     transfer_id = bytes.fromhex(landing.transfer_id)
     consumer.client.watch(transfer_id)
-    outbox = sender.open_outbox(landing, NUM_TOKENS)
-    producer.client.attach(transfer_id, outbox.attempt)
-    producer.write(outbox, content)
-    producer.client.ready(transfer_id, outbox.attempt, [(0, NBYTES)])
+    producer.send(landing, sender.open_outbox(landing, NUM_TOKENS), content)
     assert consumer.next() == ("landed", landing.transfer_id)
     assert consumer.read(landing, NBYTES) == content
     consumer.client.release(transfer_id)

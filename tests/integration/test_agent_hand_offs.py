@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine, Victim, wait_until
+from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine, Victim
+from eventually import wait_until
 
 from kvmanager.agent.messages import Cancel, CancelReply, OpenOutboxReply, ReserveReply
 from transport.rpc import RpcError
@@ -32,10 +33,7 @@ class Node:
     def begin(self, **changes: object) -> tuple[ReserveReply, OpenOutboxReply]:
         """A landing that the decode engine waits for and the prefill engine has begun to fill."""
         landing, outbox = self.open(**changes)
-        transfer_id = bytes.fromhex(landing.transfer_id)
-        assert self.prefill.client.attach(transfer_id, outbox.attempt)
-        self.prefill.write(outbox, b"x" * 100)
-        assert self.prefill.client.ready(transfer_id, outbox.attempt, [(0, 100)])
+        self.prefill.send(landing, outbox, b"x" * 100)
         wait_until(lambda: self.agent.wait(landing.transfer_id, 0.0).ready_bytes == 100)
         return landing, outbox
 

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine, wait_until
+from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine
 from certificates import make_authority, make_node
+from eventually import wait_until
 
 from transport.rpc import RpcError
 
@@ -41,12 +42,8 @@ def test_transfer_over_tls(agent: AgentProcess, files: dict[str, str], tmp_path:
         DrivenEngine(agent) as consumer,
     ):
         landing = agent.reserve(NUM_TOKENS)
-        transfer_id = bytes.fromhex(landing.transfer_id)
-        consumer.client.watch(transfer_id)
-        outbox = sender.open_outbox(landing, NUM_TOKENS)
-        producer.client.attach(transfer_id, outbox.attempt)
-        producer.write(outbox, content)
-        producer.client.ready(transfer_id, outbox.attempt, [(0, NBYTES)])
+        consumer.client.watch(bytes.fromhex(landing.transfer_id))
+        producer.send(landing, sender.open_outbox(landing, NUM_TOKENS), content)
         assert consumer.next() == ("landed", landing.transfer_id)
         assert consumer.read(landing, NBYTES) == content
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 from dashboard_queries import missing, queries
+from eventually import wait_until
 from prometheus_server import needs_prometheus, running_prometheus
-from region_hosts import PATIENCE_S, RegionHost, prfaas, told, wait_for
+from region_hosts import PATIENCE_S, RegionHost, prfaas, told
 from two_hosts import two_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), needs_prometheus]
@@ -79,10 +80,11 @@ def test_every_panel_of_a_region_finds_data(hosts: dict[str, RegionHost], tmp_pa
     prefill.begin()
     gateway = home.ready()["gateway"]
     prefill.ready()
-    wait_for(lambda: ask(gateway, list(range(200))) == "prefill_cluster", "a prompt is sent")
+    prompt = list(range(200))
+    wait_until(lambda: ask(gateway, prompt) == "prefill_cluster", timeout_s=PATIENCE_S)
     rendered = scraped(home, tmp_path)
     with running_prometheus(rendered, tmp_path / "data", EVERY_S) as server, asking(gateway):
-        wait_for(lambda: list(server.values("up").values()) == [1.0] * NUM_PROCESSES, "all are up")
+        wait_until(lambda: [*server.values("up").values()] == [1.0] * NUM_PROCESSES)
         assert missing(queries(of_engines=False), server, "two") == []
         assert server.firing() == {}
     home.down()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from eventually import eventually
 from free_ports import free_port
 from redis.asyncio import Redis
 from redis_server import RedisServer
@@ -247,10 +248,8 @@ async def test_one_writer_at_a_time_and_the_next_takes_over(redis: Redis) -> Non
     assert await num_kv_blocks(reader) == {"near": 5}
     assert 0 < await redis.pttl(settings.lease(NODE)) <= 60_000
     await redis.pexpire(settings.lease(NODE), 1)
-    async with asyncio.timeout(10):
-        while await second.position(NODE) is None:
-            await asyncio.sleep(0.01)
-    assert await second.position(NODE) == FROM_THE_BEGINNING
+    taken = await eventually(lambda: second.position(NODE), lambda position: position is not None)
+    assert taken == FROM_THE_BEGINNING
     with pytest.raises(StoreError, match="another writer"):
         await first.apply(NODE, feed({KEYS[5]: 1}, 2))
     assert await second.apply(NODE, feed(dict.fromkeys(KEYS[:3], 1), 7, snapshot=True))
@@ -266,13 +265,9 @@ async def test_what_a_dead_writer_left_does_not_count_and_vanishes(redis: Redis)
     forgetful = RedisDirectory(redis, replace(settings, forget_s=0.05))
     assert await tell(sink, NODE, feed(dict.fromkeys(KEYS[:5], 1), snapshot=True))
     assert await num_kv_blocks(reader) == {"near": 5}
-    async with asyncio.timeout(10):
-        while await num_kv_blocks(forgetful):
-            await asyncio.sleep(0.02)
-        while await sink.position(NODE) != FROM_THE_BEGINNING:
-            await asyncio.sleep(0.02)
-        while await redis.exists(SETTINGS.nodes, *names(KEYS[:5])):
-            await asyncio.sleep(0.05)
+    await eventually(lambda: num_kv_blocks(forgetful), lambda found: not found)
+    await eventually(lambda: sink.position(NODE), lambda position: position == FROM_THE_BEGINNING)
+    await eventually(lambda: redis.exists(SETTINGS.nodes, *names(KEYS[:5])), lambda num: not num)
 
 
 async def test_a_server_that_goes_away_and_comes_back(
@@ -288,9 +283,7 @@ async def test_a_server_that_goes_away_and_comes_back(
         await sink.position(NODE)
     with server:
         assert await tell(sink, NODE, feed(dict.fromkeys(KEYS[:5], 1), snapshot=True))
-        async with asyncio.timeout(10):
-            while await num_kv_blocks(reader) != {"near": 5}:
-                await asyncio.sleep(0.05)
+        await eventually(lambda: num_kv_blocks(reader), lambda found: found == {"near": 5})
     with pytest.raises(StoreError):
         await sink.apply(NODE, feed({KEYS[6]: 1}, 2))
     assert await num_kv_blocks(reader) == {}
@@ -331,9 +324,7 @@ async def test_the_command_fills_redis_while_it_runs(redis: Redis, url: str) -> 
     config = load(None, {"agents": {str(NODE): address}, "redis": url})
     serving = asyncio.create_task(serve(config))
     reader = RedisDirectory(redis)
-    async with asyncio.timeout(10):
-        while await num_kv_blocks(reader) != {"near": 9}:
-            await asyncio.sleep(0.02)
+    await eventually(lambda: num_kv_blocks(reader), lambda found: found == {"near": 9})
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
     await agent.stop(grace_s=0)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import pytest
+from eventually import eventually
 from typer.testing import CliRunner
 
 from deploy.cli import app
@@ -75,12 +76,10 @@ async def agent() -> AsyncIterator[FollowedAgent]:
 
 async def until(directory: DirectoryReader, num_blocks: int) -> None:
     """Wait until exactly that many leading blocks of the prompt are known."""
-    async with asyncio.timeout(30):
-        while True:
-            found = await directory.match(RULE, KEYS)
-            if sum(node.engine.kv_blocks for node in found) == num_blocks:
-                return
-            await asyncio.sleep(0.01)
+    await eventually(
+        lambda: directory.match(RULE, KEYS),
+        lambda found: sum(node.engine.kv_blocks for node in found) == num_blocks,
+    )
 
 
 async def test_follows_changes_pages_and_a_restart(agent: FollowedAgent) -> None:
@@ -130,9 +129,9 @@ async def test_the_service_answers_as_the_directory_does(agent: FollowedAgent) -
     picture, other = b"picture!" * 2, b"another!" * 2
     agent.feed.embedding_changed(picture, True, 0.0)
     agent.changed.set()
-    async with asyncio.timeout(30):
-        while (await remote.embedding_holders([other, picture])) != [[], [NODE]]:
-            await asyncio.sleep(0.01)
+    await eventually(
+        lambda: remote.embedding_holders([other, picture]), lambda found: found == [[], [NODE]]
+    )
     (state,) = await remote.nodes()
     assert (state.num_blocks, state.num_embeddings) == (33, 1)
     client = RpcClient(target, SERVICE)

@@ -17,8 +17,9 @@ import dns.rcode
 import dns.rrset
 import pytest
 from aiohttp import web
+from eventually import eventually
+from front_access import prefill_cluster, running
 from front_doubles import FakeAgent, FakeEngine, prefill_job
-from prometheus_client import CollectorRegistry
 
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.discovery.dns import DnsRecords
@@ -27,7 +28,6 @@ from prfaas.engines.discovery.found import DiscoverySection, Found
 from prfaas.engines.health import ProbeTiming
 from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.members import LetGo
-from prfaas.metrics import PrefillMetrics
 from transport.errors import LocalError
 
 NAME = "_engine._tcp.east.test."
@@ -163,39 +163,30 @@ class Cluster:
         self.stack.push_async_callback(stop)
 
     async def until(self, *names: str) -> None:
-        async with asyncio.timeout(60):
-            while True:
-                report = await self.front.report()
-                for item in report.instances:
-                    if item.leaving:
-                        self.left.add(item.name)
-                        await self.front.change_members(LetGo(name=item.name))
-                if sorted(i.name for i in report.instances if i.healthy) == sorted(names):
-                    return
-                await asyncio.sleep(0.05)
+        async def healthy() -> list[str]:
+            report = await self.front.report()
+            for item in report.instances:
+                if item.leaving:
+                    self.left.add(item.name)
+                    await self.front.change_members(LetGo(name=item.name))
+            return sorted(item.name for item in report.instances if item.healthy)
+
+        await eventually(healthy, lambda found: found == sorted(names))
 
 
 @pytest.fixture
 async def cluster() -> AsyncIterator[Cluster]:
     async with AsyncExitStack() as stack:
         made = Cluster(stack)
-        made.front = EmbeddedPrefillCluster(
-            "east",
-            [],
-            PrefillClusterConfig(
-                instances=InstancesConfig(probes=ProbeTiming(interval_s=0.1, start_interval_s=0.05))
-            ),
-            metrics=PrefillMetrics(CollectorRegistry()),
-        )
+        probing = InstancesConfig(probes=ProbeTiming(interval_s=0.1, start_interval_s=0.05))
+        made.front = prefill_cluster("east", [], PrefillClusterConfig(instances=probing))
         await made.front.start()
         stack.push_async_callback(made.front.close)
         # Engines of one host share its node agent.
-        agent = await FakeAgent().start()
-        stack.push_async_callback(agent.stop)
+        agent = await running(stack, FakeAgent())
         made.agent_port = int(agent.target.rpartition(":")[2])
         for _ in range(2):
-            engine = await FakeEngine(agent).start()
-            stack.push_async_callback(engine.stop)
+            engine = await running(stack, FakeEngine(agent))
             port = int(engine.url.rpartition(":")[2])
             name = f"localhost-{port}"
             made.engines[name], made.ports[name] = engine, port
@@ -276,9 +267,7 @@ async def test_endpoint_slices_are_followed(cluster: Cluster, tmp_path: Path) ->
         await cluster.until("p0")
         report = await cluster.front.report()
         assert report.instances[0].node_name == "k8s-node"
-        async with asyncio.timeout(60):
-            while not api.num_watches:
-                await asyncio.sleep(0.05)
+        await eventually(lambda: api.num_watches)
         # The service gets a slice of another family: nothing that runs leaves, nothing doubles.
         api.say(endpoint("p0"), port=first, also=[endpoint("p0", address="::1")])
         await asyncio.sleep(0.3)
@@ -300,7 +289,7 @@ async def test_endpoint_slices_are_followed(cluster: Cluster, tmp_path: Path) ->
         # It was at another address before: that one leaves, and the new one joins.
         moved = list(cluster.engines.values())[1]
         async with asyncio.timeout(60):
-            while not moved.requests:
+            while not moved.posted:
                 await cluster.until("p1")
                 await asyncio.gather(cluster.front.submit(prefill_job(2)), return_exceptions=True)
 
@@ -311,6 +300,4 @@ async def test_without_the_extra_or_the_way_there_nobody_leaves(
     nowhere = tmp_path / "none"
     nowhere.write_text("{}")
     cluster.follow(kubernetes="ns/east", kubeconfig=nowhere, interval_s=0.05)
-    async with asyncio.timeout(60):
-        while "instances are not looked up now" not in caplog.text:
-            await asyncio.sleep(0.05)
+    await eventually(lambda: "instances are not looked up now" in caplog.text)

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_process import AgentProcess, wait_until
+from agent_process import AgentProcess
 from certificates import make_authority, make_node
+from eventually import wait_until
 from typer.testing import CliRunner
 
 from deploy.cli import app
@@ -214,7 +215,7 @@ def test_ctrl_c_ends_both_ends(agents: tuple[AgentProcess, AgentProcess]) -> Non
             stderr=subprocess.PIPE,
             text=True,
         )
-        wait_until(lambda: link.report().forward.out_bytes > 1_000_000, 30)
+        wait_until(lambda: link.report().forward.out_bytes > 1_000_000)
         process.send_signal(signal.SIGINT)
         # Less than the probe would take.
         _, errors = process.communicate(timeout=50)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 from answering_gateway import answering
+from report_cases import cluster
 
 from deploy.gateway.sharing.overview import Peer, SharingOverview
 from deploy.region.doctor.findings import Check
@@ -16,7 +17,6 @@ from deploy.region.launch.parts import part_with
 from deploy.region.launch.ports import resolve_part
 from deploy.region.launch.rundir import RunDirectory
 from deploy.region.spec.loading import parse_region
-from scheduler.reports import ClusterReport
 
 FILE = """
 name: two
@@ -38,7 +38,7 @@ security: {{trusted_network: true}}
 
 def pages(version: str, sharing: SharingOverview) -> dict[str, object]:
     """The pages of a gateway that the doctor asks for."""
-    report = ClusterReport(name="home", healthy=True, queue_depth=0, running=0, instances=())
+    report = cluster("home")
     return {
         "/version": {"version": version},
         "/prfaas/region": {"pds": {"home": report}, "prefill": {}},

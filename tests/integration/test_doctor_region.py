@@ -14,7 +14,8 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding
-from region_hosts import RegionHost, make_keys, wait_for
+from eventually import wait_until
+from region_hosts import PATIENCE_S, RegionHost, make_keys
 from two_hosts import MADE, two_hosts
 from typer.testing import CliRunner
 
@@ -56,16 +57,10 @@ def doctor(host: RegionHost, *words: str) -> Found:
     return Found(said.exit_code, found["checks"])
 
 
-def wait_until(host: RegionHost, condition: Callable[[Found], object]) -> Found:
+def doctor_until(host: RegionHost, condition: Callable[[Found], object]) -> Found:
     """The first answer for which the condition holds."""
-    seen: list[Found] = []
-
-    def holds() -> bool:
-        seen[:] = [doctor(host)]
-        return bool(condition(seen[0]))
-
-    wait_for(holds, seen)
-    return seen[0]
+    found: Found = wait_until(lambda: doctor(host), condition, timeout_s=PATIENCE_S)
+    return found
 
 
 def put(path: Path, data: bytes) -> None:
@@ -110,7 +105,7 @@ def test_a_region_that_is_all_right(
 ) -> None:
     far, home = hosts["a1"], hosts["b1"]
     # The gateway asks the front of the other host from time to time.
-    found = wait_until(home, lambda found: found.status == 0)
+    found = doctor_until(home, lambda found: found.status == 0)
     about = {one["about"]: one["what"] for one in found.checks if one["level"] == "ok"}
     assert about["agent a1, data"].endswith(": TLS")
     assert about["front far"].startswith("it can use all 1 engines")
@@ -152,13 +147,13 @@ def test_an_expired_certificate(hosts: dict[str, RegionHost], folder: Path) -> N
     put(path, expired.public_bytes(Encoding.PEM))
     try:
         # Processes look at their files now and then.
-        found = wait_until(hosts["b1"], lambda found: "agent a1, control" in found.problems)
+        found = doctor_until(hosts["b1"], lambda found: "agent a1, control" in found.problems)
         assert found.problems["agent a1, control"].endswith("certificate has expired")
         assert "it has expired, on" in found.problems["certificate at agent a1, control"]
         assert "it has expired, on" in doctor(far).problems["certificate of this host"]
     finally:
         put(path, good)
-    wait_until(hosts["b1"], lambda found: found.status == 0)
+    doctor_until(hosts["b1"], lambda found: found.status == 0)
 
 
 def test_a_certificate_of_another_authority(hosts: dict[str, RegionHost], folder: Path) -> None:
@@ -169,7 +164,7 @@ def test_a_certificate_of_another_authority(hosts: dict[str, RegionHost], folder
     for name in names:
         put(keys / name, (folder / "other" / "a1" / name).read_bytes())
     try:
-        found = wait_until(hosts["b1"], lambda found: "agent a1, control" in found.problems)
+        found = doctor_until(hosts["b1"], lambda found: "agent a1, control" in found.problems)
         assert "TLS fails" in found.problems["agent a1, control"]
         assert "agent b1, control" not in found.problems
         fixes = {one["about"]: one["fix"] for one in found.checks}
@@ -177,7 +172,7 @@ def test_a_certificate_of_another_authority(hosts: dict[str, RegionHost], folder
     finally:
         for name in names:
             put(keys / name, good[name])
-    wait_until(hosts["b1"], lambda found: found.status == 0)
+    doctor_until(hosts["b1"], lambda found: found.status == 0)
 
 
 def test_keys_of_grants_that_do_not_belong_together(hosts: dict[str, RegionHost]) -> None:
@@ -185,18 +180,18 @@ def test_keys_of_grants_that_do_not_belong_together(hosts: dict[str, RegionHost]
     good = path.read_bytes()
     put(path, new_key_pair()[1])
     try:
-        found = wait_until(hosts["b1"], lambda found: "keys of grants at a1" in found.problems)
+        found = doctor_until(hosts["b1"], lambda found: "keys of grants at a1" in found.problems)
         assert "it does not know the gateway's key" in found.problems["keys of grants at a1"]
         assert "keys of grants at b1" not in found.problems
     finally:
         put(path, good)
-    wait_until(hosts["b1"], lambda found: found.status == 0)
+    doctor_until(hosts["b1"], lambda found: found.status == 0)
 
 
 def test_a_host_whose_ports_are_closed(hosts: dict[str, RegionHost]) -> None:
     far, home = hosts["a1"], hosts["b1"]
     far.down()
-    found = wait_until(home, lambda found: "gateway, cluster far" in found.problems)
+    found = doctor_until(home, lambda found: "gateway, cluster far" in found.problems)
     for name in ("agent a1, control", "agent a1, data", "front far"):
         assert "Connection refused" in found.problems[name]
     fixes = {one["about"]: one["fix"] for one in found.checks if one["level"] == "problem"}

@@ -54,10 +54,7 @@ def test_the_drafters_bytes_go_where_both_sides_have_it(
         assert outbox.draft == (landing.draft if draft_goes else "")
         nbytes = sends.transfer_bytes(NUM_TOKENS, with_draft=draft_goes)
         content = os.urandom(nbytes)
-        transfer_id = bytes.fromhex(landing.transfer_id)
-        assert producer.client.attach(transfer_id, outbox.attempt)
-        producer.write(outbox, content)
-        assert producer.client.ready(transfer_id, outbox.attempt, [(0, nbytes)])
+        producer.send(landing, outbox, content)
         assert sender.wait(landing.transfer_id, kind="outbox").state == "complete"
         assert receiver.wait(landing.transfer_id, kind="landing").state == "complete"
         with DrivenEngine(receiver, "reads", loads) as reader:

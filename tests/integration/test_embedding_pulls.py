@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_process import AgentProcess, wait_until
+from agent_process import AgentProcess
 from embedding_ends import ENCODER, embeddings_of, finding, found, put, saving
+from eventually import eventually, wait_until
 
 from kvmanager.agent.between_agents import EmbeddingOrder, EmbeddingsPulled, pull_embeddings
 from kvmanager.agent.client import AgentClient
@@ -146,8 +147,7 @@ def test_a_pull_waits_for_what_somebody_else_brings_and_says_if_he_gives_up(ends
             ReserveEmbeddings(key(1), [MIB], lease_s=30.0), 5.0
         )
         pulling = asyncio.create_task(pull_embeddings(source, there, order({1: MIB, 2: MIB})))
-        while not (await there.has_embeddings([key(2)], 5.0))[0]:
-            await asyncio.sleep(0.02)
+        await eventually(lambda: there.has_embeddings([key(2)], 5.0), lambda sizes: sizes[0])
         assert not pulling.done()
         await there.end_cache_move(landing.transfer_id, "given up")
         return await pulling

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agent_process import AgentProcess, wait_until
+from agent_process import AgentProcess
 from embedding_ends import (
     DATA,
     ENCODER,
@@ -16,6 +16,7 @@ from embedding_ends import (
     put,
     saving,
 )
+from eventually import wait_until
 
 from kvmanager.agent.embeddings.control import MAX_EMBEDDINGS
 from kvmanager.agent.embeddings.messages import HasEmbeddings, HasEmbeddingsReply

@@ -7,17 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from front_access import started_prefill
-from front_doubles import (
-    FakeAgent,
-    FakeEngine,
-    encoded_names,
-    eventually,
-    image_job,
-    image_part,
-    prefill_job,
-)
+from eventually import eventually
+from front_access import prefill_cluster, running, started_prefill
+from front_doubles import FakeAgent, FakeEngine, encoded_names, image_job, image_part, prefill_job
 from msgspec import structs
+from openai_engine import refusing
 from prometheus_client import CollectorRegistry
 
 import prfaas.encoding.embeddings
@@ -31,13 +25,10 @@ from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.encoding.metrics import EncodeMetrics
 from prfaas.engines.errors import PrefillFailed
 from prfaas.engines.health import ProbeTiming
-from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.prefill_run import RunnerConfig
 from prfaas.engines.timing import TimingOrder
-from prfaas.metrics import PrefillMetrics
 from scheduler.encoding.values import EncodeConfig
-from scheduler.reports import Role
 
 ENCODER = "weights-1 bfloat16"
 CONFIG = PrefillClusterConfig(
@@ -62,9 +53,7 @@ class Rig:
 
     @property
     def num_prefills(self) -> int:
-        return sum(
-            len(self.engines[name].requests) for name in ("p0", "p1") if name in self.engines
-        )
+        return sum(len(self.engines[name].posted) for name in ("p0", "p1") if name in self.engines)
 
     def has(self, node: int, *names: str) -> None:
         for name in names:
@@ -75,12 +64,6 @@ class Rig:
         return self.registry.get_sample_value("prfaas_encode_media_total", labels) or 0.0
 
 
-def spec(rig: Rig, name: str, node: FakeAgent, role: str) -> InstanceSpec:
-    return InstanceSpec.model_validate(
-        {"name": name, "url": rig.engines[name].url, "agent": node.target, "role": role}
-    )
-
-
 @asynccontextmanager
 async def made(
     kind: str = "embedded", encoders: tuple[str, ...] = ("e0",), **encode: Any
@@ -88,29 +71,22 @@ async def made(
     rig = Rig()
     async with AsyncExitStack() as stack:
         for names in ((*encoders, "p0"), ("p1",)):
-            node = await FakeAgent(*names).start()
+            node = await running(stack, FakeAgent(*names))
             node.encoder, node.embeddings = ENCODER, EmbeddingStatus()
-            stack.push_async_callback(node.stop)
             rig.nodes.append(node)
             for name in names:
-                rig.engines[name] = await FakeEngine(node).start()
-                stack.push_async_callback(rig.engines[name].stop)
-        specs = [spec(rig, name, rig.nodes[0], "encode") for name in encoders]
-        specs += [
-            spec(rig, "p0", rig.nodes[0], "prefill"),
-            spec(rig, "p1", rig.nodes[1], "prefill"),
+                rig.engines[name] = await running(stack, FakeEngine(node))
+        specs = [
+            engine.spec(name, "encode" if name in encoders else "prefill")
+            for name, engine in rig.engines.items()
         ]
-        rig.embedded = EmbeddedPrefillCluster(
-            "east",
-            specs,
-            replace(CONFIG, encode=EncodeConfig(**encode)),
-            metrics=PrefillMetrics(CollectorRegistry()),
-            encode_metrics=EncodeMetrics(rig.registry),
-        )
+        config = replace(CONFIG, encode=EncodeConfig(**encode))
+        metrics = EncodeMetrics(rig.registry)
+        rig.embedded = prefill_cluster("east", specs, config, encode_metrics=metrics)
         rig.front = await started_prefill(stack, kind, rig.embedded)
         yield rig
         for engine in rig.engines.values():
-            engine.may_answer.set()
+            engine.first_token.set()
 
 
 @pytest.fixture(params=["embedded", "remote"])
@@ -130,21 +106,21 @@ async def test_each_image_is_encoded_by_itself_before_the_prefill(rig: Rig) -> N
     assert result.media == {"encoded": 2}
     assert result.encode_s > 0
     assert result.queue_s < result.encode_s
-    body = rig.engines["e0"].requests[0]
+    body = rig.engines["e0"].posted[0]
     assert body["messages"] == [{"role": "user", "content": [image_part("a")]}]
     assert body["max_completion_tokens"] == 1
-    assert body["cache_salt"] != rig.engines["e0"].requests[1]["cache_salt"]
+    assert body["cache_salt"] != rig.engines["e0"].posted[1]["cache_salt"]
     assert rig.counted("encoded") == 2
 
 
 async def test_text_does_not_come_near_the_stage(rig: Rig) -> None:
     result = await rig.front.submit(prefill_job(1))
     assert (result.media, result.encode_s) == ({}, 0.0)
-    assert not rig.engines["e0"].requests
+    assert not rig.engines["e0"].posted
 
 
 async def test_others_prefill_while_images_are_encoded(rig: Rig) -> None:
-    rig.engines["e0"].may_answer.clear()
+    rig.engines["e0"].first_token.clear()
     waiting = asyncio.create_task(rig.front.submit(image_job(1, "a")))
     await rig.engines["e0"].wait_requests(1)
     await rig.front.submit(prefill_job(2))
@@ -155,17 +131,17 @@ async def test_others_prefill_while_images_are_encoded(rig: Rig) -> None:
     (one,) = report.encode.instances
     assert (one.name, one.running_media, one.running_tokens) == ("e0", 1, 2)
     assert rig.num_prefills == 1
-    rig.engines["e0"].may_answer.set()
+    rig.engines["e0"].first_token.set()
     assert (await waiting).media == {"encoded": 1}
 
 
 async def test_the_same_image_of_several_requests_is_encoded_once(rig: Rig) -> None:
-    rig.engines["e0"].may_answer.clear()
+    rig.engines["e0"].first_token.clear()
     jobs = [asyncio.create_task(rig.front.submit(image_job(n, "a"))) for n in range(1, 4)]
     await rig.engines["e0"].wait_requests(1)
     await eventually(lambda: len(rig.embedded._tickets) == 3)
     await asyncio.sleep(0.05)
-    rig.engines["e0"].may_answer.set()
+    rig.engines["e0"].first_token.set()
     found = [(await job).media for job in jobs]
     assert found.count({"encoded": 1}) == 1
     assert found.count({"shared": 1}) == 2
@@ -177,7 +153,7 @@ async def test_few_are_given_at_a_time_while_times_are_not_known(rig: Rig) -> No
 
     def seen(_body: object) -> None:
         nonlocal most
-        most = max(most, engine.running)
+        most = max(most, engine.num_serving)
 
     engine.before_answer = seen
     result = await rig.front.submit(image_job(1, *"abcdefgh"))
@@ -215,7 +191,7 @@ async def test_an_image_whose_kvcache_is_cached_is_not_encoded(rig: Rig) -> None
 
 
 async def test_a_broken_image_is_left_to_the_engine_that_prefills(rig: Rig) -> None:
-    rig.engines["e0"].status = 400
+    rig.engines["e0"].reply = refusing(400)
     result = await rig.front.submit(image_job(1, "a"))
     assert (result.media, result.left_media_tokens) == ({"refused": 1}, 2)
     assert rig.num_prefills == 1
@@ -223,13 +199,13 @@ async def test_a_broken_image_is_left_to_the_engine_that_prefills(rig: Rig) -> N
 
 
 async def test_an_overloaded_encoder_costs_no_answer(rig: Rig) -> None:
-    rig.engines["e0"].status = 503
+    rig.engines["e0"].reply = refusing(503)
     assert (await rig.front.submit(image_job(1, "a"))).media == {"failed": 1}
 
 
 async def test_a_slow_encoder_is_given_up() -> None:
     async with made(timeout_s=0.3) as rig:
-        rig.engines["e0"].may_answer.clear()
+        rig.engines["e0"].first_token.clear()
         result = await rig.front.submit(image_job(1, "a"))
         assert result.media == {"timeout": 1}
         assert 0.25 < result.encode_s < 5
@@ -239,13 +215,13 @@ async def test_a_slow_encoder_is_given_up() -> None:
 async def test_an_encoder_that_dies_costs_no_answer() -> None:
     async with made(encoders=("e0", "e1")) as rig:
         for name in ("e0", "e1"):
-            rig.engines[name].may_answer.clear()
+            rig.engines[name].first_token.clear()
         job = asyncio.create_task(rig.front.submit(image_job(1, "a", "b")))
         await rig.engines["e0"].wait_requests(1)
         await rig.engines["e1"].wait_requests(1)
         await rig.engines["e0"].stop()
         await rig.engines["e1"].wait_requests(2)
-        rig.engines["e1"].may_answer.set()
+        rig.engines["e1"].first_token.set()
         assert (await job).media == {"encoded": 2}
         # The next one does not even try the dead one.
         assert (await rig.front.submit(image_job(2, "c"))).media == {"encoded": 1}
@@ -258,7 +234,7 @@ async def test_an_encoder_that_dies_costs_no_answer() -> None:
 
 async def test_a_cancelled_request_stops_its_media(rig: Rig) -> None:
     engine = rig.engines["e0"]
-    engine.may_answer.clear()
+    engine.first_token.clear()
     job = asyncio.create_task(rig.front.submit(image_job(1, *"abcd")))
     await engine.wait_requests(2)
     job.cancel()
@@ -267,7 +243,7 @@ async def test_a_cancelled_request_stops_its_media(rig: Rig) -> None:
     await engine.wait_aborts(2)
     await eventually(lambda: not rig.embedded._stage.running_on("e0"))
     assert (await rig.front.report()).queue_depth == 0
-    engine.may_answer.set()
+    engine.first_token.set()
     assert (await rig.front.submit(image_job(2, "a"))).media == {"encoded": 1}
     assert rig.num_prefills == 1
 
@@ -276,7 +252,7 @@ async def test_a_job_that_waits_too_long_does_not_wait_for_its_media() -> None:
     config = replace(CONFIG, queue=replace(CONFIG.queue, max_wait_s=0.3))
     async with made() as rig:
         rig.embedded._queue._config = config.queue
-        rig.engines["e0"].may_answer.clear()
+        rig.engines["e0"].first_token.clear()
         with pytest.raises(PrefillFailed) as caught:
             await rig.front.submit(image_job(1, "a"))
         assert caught.value.code == "queue_timeout"
@@ -285,7 +261,7 @@ async def test_a_job_that_waits_too_long_does_not_wait_for_its_media() -> None:
 
 async def test_close_fails_jobs_whose_media_are_encoded() -> None:
     async with made() as rig:
-        rig.engines["e0"].may_answer.clear()
+        rig.engines["e0"].first_token.clear()
         job = asyncio.create_task(rig.front.submit(image_job(1, "a")))
         await rig.engines["e0"].wait_requests(1)
         await rig.embedded.close()
@@ -297,13 +273,13 @@ async def test_close_fails_jobs_whose_media_are_encoded() -> None:
 async def test_a_drain_waits_for_media_and_then_gives_none() -> None:
     async with made() as rig:
         engine = rig.engines["e0"]
-        engine.may_answer.clear()
+        engine.first_token.clear()
         job = asyncio.create_task(rig.front.submit(image_job(1, "a")))
         await engine.wait_requests(1)
         drain = asyncio.create_task(rig.front.drain("e0"))
         await asyncio.sleep(0.05)
         assert not drain.done()
-        engine.may_answer.set()
+        engine.first_token.set()
         await asyncio.wait_for(drain, 5.0)
         assert (await job).media == {"encoded": 1}
         assert (await rig.front.submit(image_job(2, "b"))).media == {"no_instance": 1}
@@ -352,13 +328,8 @@ async def test_embeddings_of_the_same_node_stay_there(
 async def test_an_instance_that_encodes_is_watched_and_gets_no_jobs() -> None:
     agent = await FakeAgent("p0", "e0").start()
     engines = [await FakeEngine(agent).start() for _ in range(2)]
-    roles: tuple[Role, Role] = ("prefill", "encode")
-    specs = [
-        InstanceSpec(name=name, url=engine.url, agent=agent.target, role=role)
-        for name, role, engine in zip(("p0", "e0"), roles, engines, strict=True)
-    ]
-    metrics = PrefillMetrics(CollectorRegistry())
-    front = EmbeddedPrefillCluster("east", specs, CONFIG, metrics=metrics)
+    specs = [engines[0].spec("p0", "prefill"), engines[1].spec("e0", "encode")]
+    front = prefill_cluster("east", specs, CONFIG)
     try:
         agent.embeddings, agent.encoder = EmbeddingStatus(), "weights-1"
         await front.start()
@@ -370,7 +341,7 @@ async def test_an_instance_that_encodes_is_watched_and_gets_no_jobs() -> None:
             ("encode",),
         )
         await asyncio.gather(*(front.submit(prefill_job(number)) for number in range(3)))
-        assert engines[1].requests == []
+        assert engines[1].posted == []
         order = TimingOrder(instance="e0", lengths=(4,), limit_s=1.0)
         assert (await front.time_prefills(order)).reason == "e0 only encodes"
         # Nothing of it can be shared without room for embeddings.

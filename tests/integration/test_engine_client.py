@@ -4,11 +4,12 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from queue import Empty, Queue
 
 import pytest
+from eventually import wait_until
 
 from kvmanager.agent.engines.client import EngineClient
 from kvmanager.agent.engines.protocol import (
@@ -153,13 +154,6 @@ def client(agent: StandIn, events: Events) -> Iterator[EngineClient]:
     yield engine
     engine.close()
     assert "prfaas-engine-client" not in {thread.name for thread in threading.enumerate()}
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "condition not reached"
-        time.sleep(0.01)
 
 
 def connect(agent: StandIn, client: EngineClient, events: Events) -> Peer:

@@ -2,12 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
 from front_doubles import FakeEngine
+from openai_engine import fixed, refusing
 
 from kvmanager.token_ids import TokenIds
 from prfaas.engines.client import EngineHttp, open_session
@@ -24,15 +23,8 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 async def fake() -> AsyncIterator[FakeEngine]:
     engine = await FakeEngine().start()
     yield engine
-    engine.may_answer.set()
+    engine.first_token.set()
     await engine.stop()
-
-
-async def serve(handler: web.Application) -> tuple[web.AppRunner, str]:
-    runner = web.AppRunner(handler, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
 
 
 async def test_health_and_load(session: aiohttp.ClientSession, fake: FakeEngine) -> None:
@@ -49,33 +41,23 @@ async def test_health_and_load(session: aiohttp.ClientSession, fake: FakeEngine)
         await http.load()
 
 
-async def test_an_engines_error_object_is_kept(session: aiohttp.ClientSession) -> None:
-    body = {"error": {"message": "max_tokens must be at least 1", "code": 400}}
-
-    async def refuse(_request: web.Request) -> web.Response:
-        return web.json_response(body, status=400)
-
-    app = web.Application()
-    app.router.add_post("/v1/completions", refuse)
-    runner, url = await serve(app)
+async def test_an_engines_error_object_is_kept(
+    session: aiohttp.ClientSession, fake: FakeEngine
+) -> None:
+    fake.reply = refusing(400, "max_tokens must be at least 1")
     with pytest.raises(EngineRefused, match="max_tokens") as caught:
-        await EngineHttp(url, session).prefill("r", TokenIds.of([1]), {})
+        await EngineHttp(fake.url, session).prefill("r", TokenIds.of([1]), {})
     assert caught.value.status == 400
     assert b"max_tokens must be at least 1" in caught.value.body
     assert caught.value.content_type == "application/json"
-    await runner.cleanup()
 
 
-async def test_an_answer_that_is_not_vllms_is_no_answer(session: aiohttp.ClientSession) -> None:
-    async def page(_request: web.Request) -> web.Response:
-        return web.Response(text="<html>hello</html>")
-
-    app = web.Application()
-    app.router.add_post("/v1/completions", page)
-    runner, url = await serve(app)
+async def test_an_answer_that_is_not_vllms_is_no_answer(
+    session: aiohttp.ClientSession, fake: FakeEngine
+) -> None:
+    fake.reply = fixed("<html>hello</html>")
     with pytest.raises(EngineUnreachable, match="unexpected answer"):
-        await EngineHttp(url, session).prefill("r", TokenIds.of([1]), {})
-    await runner.cleanup()
+        await EngineHttp(fake.url, session).prefill("r", TokenIds.of([1]), {})
 
 
 async def test_a_prefill_says_all_that_the_engine_must_know(
@@ -90,7 +72,7 @@ async def test_a_prefill_says_all_that_the_engine_must_know(
         traceparent="00-aa-bb-01",
     )
     assert (reply.num_prompt_tokens, reply.cached_tokens) == (3, 3)
-    assert fake.requests == [
+    assert fake.posted == [
         {
             "prompt": [1, 2, 3],
             "max_tokens": 1,
@@ -104,27 +86,19 @@ async def test_a_prefill_says_all_that_the_engine_must_know(
 
 
 async def test_a_prefill_of_a_response_is_one_of_the_clients_body(
-    session: aiohttp.ClientSession,
+    session: aiohttp.ClientSession, fake: FakeEngine
 ) -> None:
-    seen: list[tuple[str, dict[str, Any]]] = []
-
-    async def reply(request: web.Request) -> web.Response:
-        seen.append((request.path, await request.json()))
-        details = {"cached_tokens": 2}
-        usage = {"input_tokens": 9, "input_tokens_details": details, "output_tokens": 1}
-        return web.json_response({"status": "incomplete", "usage": usage})
-
-    app = web.Application()
-    app.router.add_post("/v1/responses", reply)
-    app.router.add_post("/v1/chat/completions", reply)
-    runner, url = await serve(app)
-    http, params = EngineHttp(url, session), {"prfaas": {}}
+    details = {"cached_tokens": 2}
+    usage = {"input_tokens": 9, "input_tokens_details": details, "output_tokens": 1}
+    fake.reply = fixed({"status": "incomplete", "usage": usage})
+    http, params = EngineHttp(fake.url, session), {"prfaas": {}}
     body = b'{"input": [{"x": 1.0e0}], "stream": true, "max_output_tokens": 7, "seed": 1}'
     found = await http.prefill("r", body, params, api="responses", next_token=5)
     assert (found.num_prompt_tokens, found.cached_tokens) == (9, 2)
     await http.prefill("r", b'{"messages": [], "max_tokens": 7}', params, next_token=5)
-    (path, response), (chat_path, chat) = seen
-    assert (path, chat_path) == ("/v1/responses", "/v1/chat/completions")
+    paths = [path for path, _, _ in fake.requests]
+    assert paths == ["/v1/responses", "/v1/chat/completions"]
+    response, chat = fake.posted
     assert response["input"] == [{"x": 1.0}]
     expected = {
         "max_output_tokens": 1,
@@ -137,26 +111,24 @@ async def test_a_prefill_of_a_response_is_one_of_the_clients_body(
     assert expected.items() <= response.items()
     assert "max_tokens" not in response
     assert (chat["max_tokens"], chat["allowed_token_ids"]) == (1, [5])
-    await runner.cleanup()
 
 
 async def test_cancelling_a_prefill_closes_its_connection(
     session: aiohttp.ClientSession, fake: FakeEngine
 ) -> None:
-    fake.may_answer.clear()
+    fake.first_token.clear()
     task = asyncio.create_task(EngineHttp(fake.url, session).prefill("r1", TokenIds.of([1]), {}))
     await fake.wait_requests(1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    async with asyncio.timeout(5):
-        await fake.wait_aborts(1)
+    await fake.wait_aborts(1)
 
 
 async def test_an_engine_that_dies_or_is_slow_is_unreachable(
     session: aiohttp.ClientSession, fake: FakeEngine
 ) -> None:
-    fake.may_answer.clear()
+    fake.first_token.clear()
     http = EngineHttp(fake.url, session)
     with pytest.raises(EngineUnreachable, match=r"no answer within 0\.1 s"):
         await http.prefill("r1", TokenIds.of([1]), {}, timeout_s=0.1)

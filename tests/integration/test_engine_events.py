@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from eventually import eventually
 from simple_layouts import paged
 
 from kvmanager.agent.engines import events
@@ -122,9 +123,7 @@ class Follower:
         self.held = {key: bits for key, bits in self.held.items() if bits}
 
     async def until(self, condition: Callable[[dict[bytes, int]], bool]) -> None:
-        async with asyncio.timeout(5):
-            while not condition(self.held):
-                await asyncio.sleep(0.01)
+        await eventually(lambda: self.held, condition)
 
 
 @contextlib.asynccontextmanager

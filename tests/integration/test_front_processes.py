@@ -1,7 +1,6 @@
 """`prfaas prefill` and `prfaas pd` as processes, and a front that supervises its own engine."""
 
 import asyncio
-import json
 import os
 import signal
 import sys
@@ -11,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from eventually import eventually
 from free_ports import free_port
-from front_doubles import FakeAgent, FakeEngine, eventually, prefill_job
-from prometheus_client import CollectorRegistry
+from front_access import prefill_cluster
+from front_doubles import FakeAgent, FakeEngine, prefill_job
+from serving_process import serving
 from typer.testing import CliRunner
 
 from deploy.cli import app
@@ -25,13 +26,11 @@ from prfaas.engines.health import ProbeTiming
 from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.members import LetGo
-from prfaas.metrics import PrefillMetrics
 from prfaas.remote import RemotePrefillCluster
 
 pytestmark = pytest.mark.slow
 
 ROOT = str(Path(__file__).resolve().parents[2])
-MODULES = {"prefill": ("prfaas.cli", "prefill_command"), "pd": ("local_pd.cli", "pd_command")}
 
 # Stands in for the Python interpreter: it finds the port in vLLM's command line and serves there.
 ENGINE = f"""#!{sys.executable}
@@ -51,29 +50,18 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ['PYTHONPATH']}"}
+
+
 @asynccontextmanager
 async def front_process(kind: str, config: Path) -> AsyncIterator[tuple[str, int]]:
     """The front's gRPC address and pid; on leaving it must end well on SIGTERM."""
-    module, function = MODULES[kind]
-    code = f"import typer; from {module} import {function}; typer.run({function})"
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", code, "--config", str(config),
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ['PYTHONPATH']}"},
-    )  # fmt: skip
-    assert process.stdout is not None
-    try:
-        async with asyncio.timeout(30):
-            ready = json.loads(await process.stdout.readline())
+    async with serving(kind, config, env=environment()) as (process, ready):
         assert ready["event"] == "ready"
         yield ready["control"], ready["pid"]
         process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(30):
-            assert await process.wait() == 0
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        assert await asyncio.wait_for(process.wait(), 30) == 0
 
 
 def write_config(
@@ -92,7 +80,7 @@ async def test_the_prefill_front_as_a_process(tmp_path: Path) -> None:
     async with front_process("prefill", config) as (target, _):
         front = RemotePrefillCluster("c", target)
         assert (await front.submit(prefill_job(1))).instance == "i0"
-        engine.may_answer.clear()
+        engine.first_token.clear()
         task = asyncio.create_task(front.submit(prefill_job(2)))
         await engine.wait_requests(2)
         task.cancel()
@@ -116,7 +104,7 @@ async def test_a_front_that_stops_lets_its_jobs_end(tmp_path: Path, kind: str, h
             front = RemotePdCluster("c", target, has_prefill_instances=True)
         submit = front.submit if isinstance(front, RemotePrefillCluster) else front.prefill_locally
         await submit(prefill_job(1))
-        engine.may_answer.clear()
+        engine.first_token.clear()
         running = asyncio.create_task(submit(prefill_job(2)))
         await engine.wait_requests(2)
         os.kill(pid, signal.SIGTERM)
@@ -136,7 +124,7 @@ async def test_a_front_that_stops_lets_its_jobs_end(tmp_path: Path, kind: str, h
             with pytest.raises(PrefillFailed):
                 await running
         else:
-            engine.may_answer.set()
+            engine.first_token.set()
             assert (await running).instance == "i0"
         await front.close()
     await engine.stop()
@@ -156,9 +144,9 @@ async def test_instances_join_and_leave_by_the_file(tmp_path: Path, signals: boo
             os.kill(pid, signal.SIGHUP)
 
     async def until(front: RemotePrefillCluster, *names: str) -> None:
-        async with asyncio.timeout(60):
-            while tuple(i.name for i in (await front.report()).instances if i.healthy) != names:
-                await asyncio.sleep(0.05)
+        await eventually(
+            front.report, lambda found: tuple(i.name for i in found.instances if i.healthy) == names
+        )
 
     async with front_process("prefill", path) as (target, pid):
         front = RemotePrefillCluster("c", target)
@@ -169,8 +157,7 @@ async def test_instances_join_and_leave_by_the_file(tmp_path: Path, signals: boo
         path.write_text("instances: [")
         os.kill(pid, signal.SIGHUP)  # a half-written file changes nothing
         await change([first | {"name": "i1"}], pid)
-        while not any(item.leaving for item in (await front.report()).instances):
-            await asyncio.sleep(0.05)
+        await eventually(front.report, lambda found: any(i.leaving for i in found.instances))
         assert (await front.submit(prefill_job(1))).instance == "i1"
         await front.change_members(LetGo(name="i0"))
         await until(front, "i1")
@@ -231,7 +218,7 @@ async def test_what_a_killed_gateway_left_drained_is_given_work_again(
         gateway = await asyncio.create_subprocess_exec(
             sys.executable, "-c", DRAINER, kind, target,
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ['PYTHONPATH']}"},
+            env=environment(),
         )  # fmt: skip
         assert gateway.stdout is not None
         async with asyncio.timeout(30):
@@ -239,9 +226,7 @@ async def test_what_a_killed_gateway_left_drained_is_given_work_again(
         gateway.kill()
         await gateway.wait()
         assert (await front.report()).instances[0].draining
-        async with asyncio.timeout(20):
-            while (await front.report()).instances[0].draining:
-                await asyncio.sleep(0.1)
+        await eventually(front.report, lambda report: not report.instances[0].draining)
         await front.close()
     await engine.stop()
     await agent.stop()
@@ -280,8 +265,7 @@ def supervised(tmp_path: Path, agent: FakeAgent, port: int, *args: str) -> Embed
             log_dir=tmp_path / "logs",
         )
     )
-    metrics = PrefillMetrics(CollectorRegistry())
-    return EmbeddedPrefillCluster("c", [spec], config, metrics=metrics)
+    return prefill_cluster("c", [spec], config)
 
 
 async def test_a_front_starts_restarts_and_stops_its_engine(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ The agents ask for grants, which the tests sign as a gateway does.
 import asyncio
 import os
 import signal
-import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -17,23 +16,22 @@ from typing import Any
 import msgspec
 import pytest
 from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine
-from front_doubles import FakeEngine, eventually, prefill_job
+from eventually import eventually
+from front_access import pd_cluster, prefill_cluster, ready, running
+from front_doubles import FakeEngine, prefill_job
 from granting import grant_files
-from prometheus_client import CollectorRegistry
+from whole_region import spec
 
 from deploy.gateway.grants import granted_job, reservation_grant
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
 from local_pd.errors import NoLandingRoom
 from local_pd.messages import DecodeSlot, ReserveRequest
-from local_pd.metrics import PdMetrics
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.errors import PrefillFailed
 from prfaas.engines.health import ProbeTiming
-from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.prefill_run import RunnerConfig
 from prfaas.jobs import PrefillJob, PrefillResult
-from prfaas.metrics import PrefillMetrics
 from transport import Identity, RegionKey, Role
 from transport.grants import Granter
 from transport.region_key import new_key
@@ -60,14 +58,7 @@ class Region:
 
     def fill(self, body: dict[str, Any]) -> None:
         """What the connector does during a prefill; `share` of the bytes become ready."""
-        params = body["kv_transfer_params"]["prfaas"]
-        opening = bytes.fromhex(params["transfer_id"]), params["attempt"]
-        self.producer.client.attach(*opening)
-        self.producer.write(params["attempt"], self.data)
-        ready_bytes = int(len(self.data) * self.share)
-        self.producer.client.ready(*opening, [(0, ready_bytes)])
-        if self.share == 1.0:
-            self.producer.client.prefill_end(*opening)
+        self.producer.fill(body["kv_transfer_params"]["prfaas"], self.data, self.share)
 
     async def begin(self) -> tuple[DecodeSlot, asyncio.Task[PrefillResult]]:
         """Reserve, let the decode engine watch, submit."""
@@ -102,18 +93,14 @@ class Region:
         """Wait until the transfer is under way."""
         await self.prefill_http.wait_requests(1)
         agent = self.prefill._instances.by_name["p0"].agent
-        acked_bytes = 0
-        while not acked_bytes:
-            report = await agent.wait(
-                slot.landing.transfer_id, "outbox", wait_s=0.02, timeout_s=5.0
-            )
-            acked_bytes = report.acked_bytes
+        transfer_id = slot.landing.transfer_id
+        await eventually(
+            lambda: agent.wait(transfer_id, "outbox", wait_s=0.02, timeout_s=5.0),
+            lambda report: report.acked_bytes,
+        )
 
-    async def memory_is_back(self, timeout_s: float = 15.0) -> None:
-        deadline_s = time.monotonic() + timeout_s
-        while await self.landing_bytes():
-            assert time.monotonic() < deadline_s
-            await asyncio.sleep(0.05)
+    async def memory_is_back(self) -> None:
+        await eventually(self.landing_bytes, lambda nbytes: not nbytes, timeout_s=15)
 
 
 @pytest.fixture
@@ -137,31 +124,22 @@ async def region(tmp_path: Path) -> AsyncIterator[Region]:
         made.sending.caller = made.receiving.caller = shown(path, "gateway")
         made.producer = stack.enter_context(DrivenEngine(made.sending, "p0"))
         made.consumer = stack.enter_context(DrivenEngine(made.receiving, "d0"))
-        http = made.prefill_http
-        await http.start()
-        stack.push_async_callback(http.stop)
+        http = await running(stack, made.prefill_http)
         http.before_answer = made.fill
-        made.prefill = EmbeddedPrefillCluster(
+        made.prefill = prefill_cluster(
             "east",
-            [instance("p0", http.url, made.sending, "prefill")],
+            [spec("p0", http.url, made.sending, "prefill")],
             PrefillClusterConfig(instances=probing(path, "prefill-front"), runner=RUNNER),
-            metrics=PrefillMetrics(CollectorRegistry()),
         )
-        decoder = await FakeEngine().start()
-        stack.push_async_callback(decoder.stop)
-        made.pd = EmbeddedPdCluster(
+        decoder = await running(stack, FakeEngine())
+        made.pd = pd_cluster(
             "west",
-            [instance("d0", decoder.url, made.receiving, "both")],
+            [spec("d0", decoder.url, made.receiving, "both")],
             PdClusterConfig(instances=probing(path, "pd-front"), runner=RUNNER, lease_s=60.0),
-            metrics=PdMetrics(CollectorRegistry()),
         )
-        for front in (made.prefill, made.pd):
-            await front.start()
-            stack.push_async_callback(front.close)
-        await made.prefill.wait_ready(20)
-        await made.pd.wait_ready(20)
+        await ready(stack, made.prefill, made.pd)
         yield made
-        http.may_answer.set()
+        http.first_token.set()
 
 
 def shown(path: Path, role: Role) -> RegionKey:
@@ -170,12 +148,6 @@ def shown(path: Path, role: Role) -> RegionKey:
 
 def probing(path: Path, role: Role) -> InstancesConfig:
     return replace(PROBING, credentials=shown(path, role))
-
-
-def instance(name: str, url: str, agent: AgentProcess, role: str) -> InstanceSpec:
-    return InstanceSpec.model_validate(
-        {"name": name, "url": url, "agent": agent.ready["control"], "role": role}
-    )
 
 
 async def test_the_decode_engine_gets_the_bytes_of_the_prefill_engine(region: Region) -> None:
@@ -194,7 +166,7 @@ async def test_the_decode_engine_gets_the_bytes_of_the_prefill_engine(region: Re
 
 async def test_an_engine_that_dies_tells_the_decode_engine_at_once(region: Region) -> None:
     region.share = 0.5
-    region.prefill_http.may_answer.clear()
+    region.prefill_http.first_token.clear()
     slot, task = await region.begin()
     await region.bytes_arrived(slot)
     assert (await region.pd.await_landing(slot, 0.05)).state == "open"
@@ -212,7 +184,7 @@ async def test_an_engine_that_dies_tells_the_decode_engine_at_once(region: Regio
 
 async def test_a_sending_agent_that_is_killed_fails_the_job_quickly(region: Region) -> None:
     region.share = 0.5
-    region.prefill_http.may_answer.clear()
+    region.prefill_http.first_token.clear()
     slot, task = await region.begin()
     await region.bytes_arrived(slot)
     region.sending.end(signal.SIGKILL)
@@ -227,7 +199,7 @@ async def test_a_sending_agent_that_is_killed_fails_the_job_quickly(region: Regi
 
 async def test_a_receiving_agent_that_is_killed_fails_the_job(region: Region) -> None:
     region.share = 0.5
-    region.prefill_http.may_answer.clear()
+    region.prefill_http.first_token.clear()
     slot, task = await region.begin()
     await region.bytes_arrived(slot)
     landing = asyncio.create_task(region.pd.await_landing(slot, 20.0))
@@ -242,7 +214,7 @@ async def test_a_receiving_agent_that_is_killed_fails_the_job(region: Region) ->
 
 async def test_cancelling_gives_back_both_ends(region: Region) -> None:
     region.share = 0.5
-    region.prefill_http.may_answer.clear()
+    region.prefill_http.first_token.clear()
     slot, task = await region.begin()
     await region.bytes_arrived(slot)
     task.cancel()
@@ -251,10 +223,7 @@ async def test_cancelling_gives_back_both_ends(region: Region) -> None:
     await region.pd.release(slot, "client gone")
     await region.memory_is_back()
     outboxes = region.prefill._instances.by_name["p0"].agent
-    deadline_s = time.monotonic() + 15
-    while (await outboxes.status(2.0)).outbox_bytes:
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.05)
+    await eventually(lambda: outboxes.status(2.0), lambda status: not status.outbox_bytes)
 
 
 async def test_a_full_landing_is_no_room_and_release_makes_room(region: Region) -> None:

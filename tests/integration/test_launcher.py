@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import pytest
 from certificates import make_region_files
 from data_port import is_welcome, tls_context
 from dummy_region import ROOT, document, dummy_vllm, spec
+from eventually import wait_until
 from redis_server import RedisServer
 from rich.console import Console
 from typer.testing import CliRunner, Result
@@ -61,15 +62,8 @@ def _nothing_left(dummy_vllm: Path) -> Iterator[None]:
     """Whatever a test does, no process of it and no shared memory stays."""
     yield
     own = psutil.Process()
-    wait_for(lambda: not own.children(recursive=True), 10.0)
+    wait_until(lambda: not own.children(recursive=True))
     assert not list((dummy_vllm / "arenas").iterdir())
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "condition not met in time"
-        time.sleep(0.02)
 
 
 def lives(pid: int) -> bool:
@@ -308,7 +302,7 @@ async def test_processes_can_be_killed_frozen_and_come_back(
 
         engine.suspend()
         frozen = psutil.Process(engine.pids[0])
-        wait_for(lambda: frozen.status() == psutil.STATUS_STOPPED)
+        wait_until(lambda: frozen.status() == psutil.STATUS_STOPPED)
         engine.resume()
         await region.gateway.stop()
         assert region.gateway.pid is None
@@ -340,7 +334,7 @@ async def test_a_slow_disk_holds_up_no_event_loop(
             assert state is not None
             return next(p.num_restarts for p in state.processes if p.name == engine.name)
 
-        await asyncio.to_thread(wait_for, lambda: num_restarts() == 1)
+        await asyncio.to_thread(wait_until, lambda: num_restarts() == 1)
     assert writing
     assert threading.get_ident() not in writing
     assert read_state(run_dir) is None
@@ -534,9 +528,9 @@ class TestCommandLine:
         told = self.told("region", "reload", str(other), *at_run)
         assert told.stdout == "the gateway gets: gateway.operators\n"
         assert told.stderr == "changed, but needs a restart: gateway.max_body_bytes\n"
-        wait_for(lambda: listed().exit_code == 0, 60.0)
+        wait_until(lambda: listed().exit_code == 0)
         log = run_dir / "logs" / "gateway.log"
-        wait_for(lambda: "changed without a restart: gateway.operators" in log.read_text())
+        wait_until(lambda: "changed without a restart: gateway.operators" in log.read_text())
         other.write_text(json.dumps(document(dummy_vllm, gateway=changed | {"operators": ["x"]})))
         told = self.told("region", "reload", str(other), *at_run)
         assert (told.exit_code, "no API key has the name 'x'" in told.stderr) == (2, True)
@@ -553,7 +547,7 @@ class TestCommandLine:
         assert len(pids) == 17
         up.send_signal(signal.SIGKILL)
         self.finish(up)
-        wait_for(lambda: not [pid for pid in pids if lives(pid)], 15.0)
+        wait_until(lambda: not [pid for pid in pids if lives(pid)])
 
         assert "dead" in self.told("status", "--run-dir", str(run_dir)).stdout
         assert "is down" in self.told("down", "--run-dir", str(run_dir)).stdout

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from dummy_region import ROOT, document, dummy_vllm, spec
+from eventually import eventually
 
 from deploy.gateway.members.pages import InstancesOverview
 from deploy.region.client import asked
@@ -56,15 +57,11 @@ async def phases(region: RunningRegion) -> dict[str, str]:
 
 
 async def until_phases(region: RunningRegion, *names: str) -> None:
-    async with asyncio.timeout(90):
-        while await phases(region) != dict.fromkeys(names, "serving"):
-            await asyncio.sleep(0.1)
+    await eventually(lambda: phases(region), lambda found: found == dict.fromkeys(names, "serving"))
 
 
 async def until_processes(region: RunningRegion, *names: str) -> None:
-    async with asyncio.timeout(90):
-        while sorted(process.name for process in region.processes) != sorted(names):
-            await asyncio.sleep(0.1)
+    await eventually(lambda: sorted(item.name for item in region.processes) == sorted(names))
 
 
 def kept_arenas(directory: Path) -> set[str]:
@@ -73,9 +70,7 @@ def kept_arenas(directory: Path) -> set[str]:
 
 async def until_arenas(directory: Path, *names: str) -> None:
     """A thread removes those of nodes that have left."""
-    async with asyncio.timeout(90):
-        while kept_arenas(directory) != set(names):
-            await asyncio.sleep(0.02)
+    await eventually(lambda: kept_arenas(directory) == set(names))
 
 
 async def test_a_region_follows_its_file(dummy_vllm: Path, tmp_path: Path) -> None:
@@ -163,14 +158,10 @@ async def test_up_follows_its_file_and_stops_on_sigterm(
         file.write_text(json.dumps(new))
         if signals:
             up.send_signal(signal.SIGHUP)
-        async with asyncio.timeout(90):
-            while "changed without a restart: clusters" not in log.read_text():
-                await asyncio.sleep(0.1)
+        await eventually(lambda: "changed without a restart: clusters" in log.read_text())
         file.write_text("clusters: [")
         up.send_signal(signal.SIGHUP)
-        async with asyncio.timeout(90):
-            while "the region stays as it is" not in log.read_text():
-                await asyncio.sleep(0.1)
+        await eventually(lambda: "the region stays as it is" in log.read_text())
         assert up.returncode is None
         up.send_signal(signal.SIGTERM)
         async with asyncio.timeout(90):

@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
-from agent_process import AgentProcess, wait_until
+from agent_process import AgentProcess
+from eventually import wait_until
 
 from deploy.gateway.app import Gateway
 from deploy.gateway.file import GatewayFile, agent_clients, build_clusters, build_links
@@ -94,10 +95,11 @@ def wait_for(
     agent: AgentProcess, link: RelayProcess, wanted: Callable[[PathReport], bool], timeout_s: float
 ) -> PathReport:
     """The link as soon as it is as `wanted`; AssertionError, with what it is, if it is not."""
-    deadline_s = time.monotonic() + timeout_s
-    while (report := seen(agent, link)) is None or not wanted(report):
-        assert time.monotonic() < deadline_s, report
-        time.sleep(0.03)
+    report: PathReport = wait_until(
+        lambda: seen(agent, link),
+        lambda report: report is not None and wanted(report),
+        timeout_s=timeout_s,
+    )
     return report
 
 

@@ -6,9 +6,9 @@ from contextlib import AsyncExitStack
 
 import pd_front_rig
 import pytest
-from front_access import started_prefill
-from front_doubles import FakeAgent, FakeEngine, eventually, prefill_job
-from prometheus_client import CollectorRegistry
+from eventually import eventually
+from front_access import prefill_cluster, running, started_prefill
+from front_doubles import FakeAgent, FakeEngine, prefill_job
 
 from prfaas.cluster import PrefillCluster
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
@@ -18,7 +18,6 @@ from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.members import Join, Leave, LetGo, MemberRefused
 from prfaas.engines.prefill_run import RunnerConfig
-from prfaas.metrics import PrefillMetrics
 
 CONFIG = PrefillClusterConfig(
     instances=InstancesConfig(probes=ProbeTiming(interval_s=0.05, start_interval_s=0.05)),
@@ -38,10 +37,8 @@ class Members:
 
     async def engine(self, name: str) -> Join:
         """A running engine with an agent, and the order to add it."""
-        agent = self.agents[name] = await FakeAgent(name).start()
-        self._stack.push_async_callback(agent.stop)
-        engine = self.engines[name] = await FakeEngine(agent).start()
-        self._stack.push_async_callback(engine.stop)
+        agent = self.agents[name] = await running(self._stack, FakeAgent(name))
+        engine = self.engines[name] = await running(self._stack, FakeEngine(agent))
         return Join(name=name, url=engine.url, agent=agent.target, max_concurrent=1)
 
     async def names(self, *, usable: bool = False) -> list[str]:
@@ -53,9 +50,7 @@ class Members:
         ]
 
     async def until_names(self, *names: str, usable: bool = True) -> None:
-        async with asyncio.timeout(30):
-            while await self.names(usable=usable) != list(names):
-                await asyncio.sleep(0.02)
+        await eventually(lambda: self.names(usable=usable), lambda found: found == list(names))
 
     async def reason(self, name: str) -> str:
         report = await self.front.report()
@@ -67,22 +62,20 @@ async def members(request: pytest.FixtureRequest) -> AsyncIterator[Members]:
     async with AsyncExitStack() as stack:
         made = Members(stack)
         spec: InstanceSpec = (await made.engine("p0")).spec()
-        made.embedded = EmbeddedPrefillCluster(
-            "east", [spec], CONFIG, metrics=PrefillMetrics(CollectorRegistry())
-        )
+        made.embedded = prefill_cluster("east", [spec], CONFIG)
         made.front = await started_prefill(stack, request.param, made.embedded)
         yield made
         for engine in made.engines.values():
-            engine.may_answer.set()
+            engine.first_token.set()
 
 
 async def test_an_instance_that_joins_takes_jobs_that_wait(members: Members) -> None:
-    members.engines["p0"].may_answer.clear()
+    members.engines["p0"].first_token.clear()
     jobs = [asyncio.create_task(members.front.submit(prefill_job(n))) for n in (1, 2)]
     await members.engines["p0"].wait_requests(1)
     await members.front.change_members(await members.engine("p1"))
     done, waiting = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
-    members.engines["p0"].may_answer.set()
+    members.engines["p0"].first_token.set()
     assert [job.result().instance for job in done] == ["p1"]
     assert [(await job).instance for job in waiting] == ["p0"]
 
@@ -93,20 +86,20 @@ async def test_an_instance_that_leaves_ends_its_job_and_the_queue_goes_to_others
     await members.front.change_members(await members.engine("p1"))
     await members.until_names("p0", "p1")
     for engine in members.engines.values():
-        engine.may_answer.clear()
+        engine.first_token.clear()
     jobs = [asyncio.create_task(members.front.submit(prefill_job(n))) for n in (1, 2, 3, 4)]
     for engine in members.engines.values():
         await engine.wait_requests(1)
     await members.front.change_members(Leave(name="p0"))
     await members.until_names("p1")
     assert await members.names() == ["p0", "p1"]
-    members.engines["p0"].may_answer.set()
+    members.engines["p0"].first_token.set()
     await members.front.change_members(LetGo(name="p0"))
     await members.until_names("p1", usable=False)
-    members.engines["p1"].may_answer.set()
+    members.engines["p1"].first_token.set()
     results = await asyncio.gather(*jobs)
     assert sorted(result.instance for result in results) == ["p0", "p1", "p1", "p1"]
-    assert len(members.engines["p0"].requests) == 1
+    assert len(members.engines["p0"].posted) == 1
 
 
 async def test_an_instance_stays_until_it_is_let_go_and_takes_no_job_meanwhile(
@@ -126,14 +119,14 @@ async def test_an_instance_stays_until_it_is_let_go_and_takes_no_job_meanwhile(
 async def test_what_runs_at_the_end_of_the_limit_fails_over(members: Members) -> None:
     await members.front.change_members(await members.engine("p1"))
     await members.until_names("p0", "p1")
-    members.engines["p0"].may_answer.clear()
-    members.engines["p1"].may_answer.clear()
+    members.engines["p0"].first_token.clear()
+    members.engines["p1"].first_token.clear()
     jobs = [asyncio.create_task(members.front.submit(prefill_job(n))) for n in (1, 2)]
     for engine in members.engines.values():
         await engine.wait_requests(1)
     await members.front.change_members(Leave(name="p0", limit_s=0.2))
     await members.engines["p0"].wait_aborts(1)
-    members.engines["p1"].may_answer.set()
+    members.engines["p1"].first_token.set()
     results = await asyncio.gather(*jobs)
     assert [result.instance for result in results] == ["p1", "p1"]
     await members.until_names("p1", usable=False)
@@ -141,19 +134,19 @@ async def test_what_runs_at_the_end_of_the_limit_fails_over(members: Members) ->
 
 async def test_another_of_the_name_joins_once_the_first_is_gone(members: Members) -> None:
     old = members.engines["p0"]
-    old.may_answer.clear()
+    old.first_token.clear()
     job = asyncio.create_task(members.front.submit(prefill_job(1)))
     await old.wait_requests(1)
     await members.front.change_members(Leave(name="p0"))
     await members.front.change_members(await members.engine("p0"))
     with pytest.raises(MemberRefused, match="another p0 waits"):
         await members.front.change_members(Join(name="p0", url="http://127.0.0.1:1", agent="a:1"))
-    old.may_answer.set()
+    old.first_token.set()
     await job
     await members.front.change_members(LetGo(name="p0"))
     await members.until_names("p0")
     assert (await members.front.submit(prefill_job(2))).instance == "p0"
-    assert len(members.engines["p0"].requests) == 1
+    assert len(members.engines["p0"].posted) == 1
 
 
 async def test_who_may_not_join(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,10 +163,8 @@ async def test_who_may_not_join(members: Members, monkeypatch: pytest.MonkeyPatc
     other = await members.engine("p1")
     members.agents["p1"].fingerprint, members.agents["p1"].weights = "cd" * 32, "weights-2"
     await members.front.change_members(other)
-    async with asyncio.timeout(30):
-        while "may not join" not in await members.reason("p1"):
-            await asyncio.sleep(0.02)
-    assert "the weights are weights-2 at p1, but weights-1 at p0" in await members.reason("p1")
+    reason = await eventually(lambda: members.reason("p1"), lambda text: "may not join" in text)
+    assert "the weights are weights-2 at p1, but weights-1 at p0" in reason
     assert await members.names(usable=True) == ["p0"]
     # Its engine loads the right ones.
     members.agents["p1"].fingerprint = members.agents["p0"].fingerprint
@@ -223,9 +214,9 @@ async def test_a_pd_instance_leaves_when_its_slots_and_requests_are_over(kind: s
         assert await rig.awaited(slot) == ("landed", "")
         await rig.front.release(slot, "done")
         rig.front.request_ended(left)
-        async with asyncio.timeout(30):
-            while left in {item.name for item in (await rig.front.report()).instances}:
-                await asyncio.sleep(0.02)
+        await eventually(
+            rig.front.report, lambda report: left not in {item.name for item in report.instances}
+        )
         assert left not in rig.embedded._landings.slots._num_awaited
         assert left not in rig.embedded._handoff._given
         await rig.front.release(other, "done")

@@ -8,15 +8,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from front_access import started_prefill
-from front_doubles import (
-    BYTES_PER_TOKEN,
-    FakeAgent,
-    FakeEngine,
-    eventually,
-    prefill_job,
-)
-from prometheus_client import CollectorRegistry
+from eventually import eventually
+from front_access import prefill_cluster, running, started_prefill
+from front_doubles import BYTES_PER_TOKEN, FakeAgent, FakeEngine, prefill_job
+from openai_engine import refusing
 
 from kvmanager.hashing import token_digest
 from kvmanager.media_items import MediaItem
@@ -25,12 +20,10 @@ from prfaas.cluster import PrefillCluster
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.errors import PrefillFailed, UnknownInstance
 from prfaas.engines.health import ProbeTiming
-from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.prefill_run import RunnerConfig
 from prfaas.engines.timing import TimingOrder
 from prfaas.jobs import PrefillJob, PrefillResult
-from prfaas.metrics import PrefillMetrics
 from prfaas.queue_values import QueueConfig
 from prfaas.remote import RemotePrefillCluster
 
@@ -52,11 +45,11 @@ class Rig:
 
     def hold(self) -> None:
         for engine in self.engines:
-            engine.may_answer.clear()
+            engine.first_token.clear()
 
     def release(self) -> None:
         for engine in self.engines:
-            engine.may_answer.set()
+            engine.first_token.set()
 
     @property
     def num_outboxes(self) -> int:
@@ -71,24 +64,12 @@ async def make_rig(
     async with AsyncExitStack() as stack:
         specs = []
         for index in range(num_instances):
-            agent = await FakeAgent(f"p{index}").start()
-            stack.push_async_callback(agent.stop)
-            engine = await FakeEngine(agent).start()
-            stack.push_async_callback(engine.stop)
+            agent = await running(stack, FakeAgent(f"p{index}"))
+            engine = await running(stack, FakeEngine(agent))
             rig.agents.append(agent)
             rig.engines.append(engine)
-            specs.append(
-                InstanceSpec(
-                    name=f"p{index}",
-                    url=engine.url,
-                    agent=agent.target,
-                    role="prefill",
-                    max_concurrent=max_concurrent,
-                )
-            )
-        rig.embedded = EmbeddedPrefillCluster(
-            "east", specs, CONFIG, metrics=PrefillMetrics(CollectorRegistry())
-        )
+            specs.append(engine.spec(f"p{index}", "prefill", max_concurrent=max_concurrent))
+        rig.embedded = prefill_cluster("east", specs, CONFIG)
         rig.front = await started_prefill(stack, kind, rig.embedded)
         yield rig
         rig.release()
@@ -114,7 +95,7 @@ def poet_job(number: int) -> PrefillJob:
 
 async def test_a_job_with_an_adapter_asks_for_it_by_name(rig: Rig) -> None:
     await rig.front.submit(poet_job(1))
-    body = next(engine.requests[0] for engine in rig.engines if engine.requests)
+    body = next(engine.posted[0] for engine in rig.engines if engine.posted)
     assert body["model"] == "poet"
     assert body["kv_transfer_params"]["prfaas"]["adapter"] == "files:1"
 
@@ -131,7 +112,7 @@ async def test_a_job_runs_and_reports_its_numbers(rig: Rig) -> None:
     assert 0 <= result.engine_queue_s <= result.prefill_s
     assert result.progress == ((0.5, result.nbytes, result.nbytes // 2),)
     assert result.reason == "least_loaded; cached_tokens=0; tokens_ahead=0; instances=2"
-    body = next(engine.requests[0] for engine in rig.engines if engine.requests)
+    body = next(engine.posted[0] for engine in rig.engines if engine.posted)
     assert body["max_tokens"] == 1
     assert body["prompt"] == [1] * 8
     assert body["kv_transfer_params"]["prfaas"] == {
@@ -154,7 +135,7 @@ async def test_a_job_with_media_sends_the_chat_and_what_must_come_out_of_it(rig:
     landing = msgspec.structs.replace(job.landing, token_digest=digest)
     job = msgspec.structs.replace(job, landing=landing, media=media, chat=CHAT)
     await rig.front.submit(job)
-    body = next(engine.requests[0] for engine in rig.engines if engine.requests)
+    body = next(engine.posted[0] for engine in rig.engines if engine.posted)
     assert "prompt" not in body
     assert (body["tools"], body["tool_choice"], body["seed"]) == ([{}], "none", 5)
     assert (body["stream"], body["n"], body["max_tokens"]) == (False, 1, 1)
@@ -174,7 +155,7 @@ async def test_media_that_the_landing_is_not_for_are_refused(
 ) -> None:
     with pytest.raises(PrefillFailed, match=message):
         await rig.front.submit(msgspec.structs.replace(prefill_job(1, num_tokens=8), **changes))
-    assert not any(engine.requests for engine in rig.engines)
+    assert not any(engine.posted for engine in rig.engines)
 
 
 async def test_a_jobs_grant_reaches_the_agent(rig: Rig) -> None:
@@ -222,9 +203,7 @@ async def test_jobs_follow_the_layouts_of_engines_that_change(rig: Rig) -> None:
 
     async def change(index: int) -> None:
         rig.agents[index].fingerprint = new
-        async with asyncio.timeout(20):
-            while (await fingerprints())[index] != new:
-                await asyncio.sleep(0.01)
+        await eventually(fingerprints, lambda found: found[index] == new)
 
     assert await fingerprints() == [old, old]
     await change(0)
@@ -278,7 +257,7 @@ async def test_cancelling_a_queued_job_frees_its_place(rig: Rig) -> None:
     await eventually(lambda: rig.embedded._queue.depth == 0)
     rig.release()
     await asyncio.gather(*running)
-    assert sum(len(engine.requests) for engine in rig.engines) == 2
+    assert sum(len(engine.posted) for engine in rig.engines) == 2
 
 
 async def test_cancelling_a_running_job_aborts_engine_and_outbox(rig: Rig) -> None:
@@ -288,8 +267,7 @@ async def test_cancelling_a_running_job_aborts_engine_and_outbox(rig: Rig) -> No
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    async with asyncio.timeout(20):
-        await rig.engines[0].wait_aborts(1)
+    await rig.engines[0].wait_aborts(1)
     await eventually(lambda: rig.num_outboxes == 0 and rig.embedded._queue.num_running == 0)
     assert rig.agents[0].cancelled == [f"{1:032x}"]
 
@@ -311,14 +289,14 @@ async def test_cancelling_while_the_outbox_opens_leaves_no_outbox(rig: Rig) -> N
     await asyncio.gather(task, return_exceptions=True)
     await eventually(lambda: rig.agents[0].cancelled == [f"{1:032x}"])
     await eventually(lambda: rig.num_outboxes == 0 and rig.embedded._queue.num_running == 0)
-    assert rig.engines[0].requests == []
+    assert rig.engines[0].posted == []
 
 
 async def test_cancelling_while_the_transfer_ends_cancels_it(rig: Rig) -> None:
     rig.engines[0].completes_transfer = False
     task = asyncio.create_task(rig.front.submit(prefill_job(1)))
     await rig.engines[0].wait_requests(1)
-    await eventually(lambda: rig.engines[0].running == 0)
+    await eventually(lambda: rig.engines[0].num_serving == 0)
     assert rig.num_outboxes == 1
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -329,7 +307,7 @@ async def test_an_engine_that_dies_is_replaced_once(rig: Rig) -> None:
     rig.hold()
     task = asyncio.create_task(rig.front.submit(prefill_job(1)))
     await rig.engines[0].wait_requests(1)
-    rig.engines[1].may_answer.set()
+    rig.engines[1].first_token.set()
     await rig.engines[0].stop()
     result = await task
     assert (result.instance, result.num_attempts) == ("p1", 2)
@@ -397,7 +375,7 @@ async def test_an_engine_that_hangs_loses_its_jobs(rig: Rig) -> None:
     rig.hold()
     task = asyncio.create_task(rig.front.submit(prefill_job(1)))
     await rig.engines[0].wait_requests(1)
-    rig.engines[1].may_answer.set()
+    rig.engines[1].first_token.set()
     rig.engines[0].healthy = False
     result = await task
     assert (result.instance, result.num_attempts) == ("p1", 2)
@@ -406,25 +384,25 @@ async def test_an_engine_that_hangs_loses_its_jobs(rig: Rig) -> None:
 
 async def test_a_request_the_engine_refuses_is_not_tried_elsewhere(rig: Rig) -> None:
     for engine in rig.engines:
-        engine.status = 400
+        engine.reply = refusing(400, "refused by the fake")
     error = await failure(rig.front.submit(prefill_job(1)))
     assert error.code == "rejected"
     assert "refused by the fake" in error.message
-    assert sum(len(engine.requests) for engine in rig.engines) == 1
+    assert sum(len(engine.posted) for engine in rig.engines) == 1
     assert rig.num_outboxes == 0
 
 
 async def test_an_adapter_that_one_engine_lacks_is_looked_for_at_another(rig: Rig) -> None:
-    rig.engines[0].status = 404
+    rig.engines[0].reply = refusing(404)
     result = await rig.front.submit(poet_job(1))
     assert (result.instance, result.num_attempts) == ("p1", 2)
-    assert [len(engine.requests) for engine in rig.engines] == [1, 1]
-    rig.engines[1].status = 404
+    assert [len(engine.posted) for engine in rig.engines] == [1, 1]
+    rig.engines[1].reply = refusing(404)
     assert (await failure(rig.front.submit(poet_job(2)))).code == "rejected"
-    num_requests = sum(len(engine.requests) for engine in rig.engines)
+    num_requests = sum(len(engine.posted) for engine in rig.engines)
     error = await failure(rig.front.submit(prefill_job(3)))
     assert error.code == "rejected", "a wrong model is a mistake of the request"
-    assert sum(len(engine.requests) for engine in rig.engines) == num_requests + 1
+    assert sum(len(engine.posted) for engine in rig.engines) == num_requests + 1
 
 
 async def test_a_transfer_that_fails_aborts_the_prefill(rig: Rig) -> None:
@@ -435,9 +413,8 @@ async def test_a_transfer_that_fails_aborts_the_prefill(rig: Rig) -> None:
     error = await failure(task)
     assert error.code == "transfer_failed"
     assert "refused: unknown transfer" in error.message
-    async with asyncio.timeout(20):
-        await rig.engines[0].wait_aborts(1)
-    assert len(rig.engines[1].requests) == 0
+    await rig.engines[0].wait_aborts(1)
+    assert len(rig.engines[1].posted) == 0
 
 
 async def test_a_transfer_that_stalls_after_the_prefill_is_given_up(rig: Rig) -> None:
@@ -467,7 +444,7 @@ async def test_draining_lets_jobs_end_and_takes_no_new_ones(rig: Rig) -> None:
     task = asyncio.create_task(rig.front.submit(prefill_job(1)))
     await rig.engines[0].wait_requests(1)
     draining = asyncio.create_task(rig.front.drain("p0"))
-    rig.engines[1].may_answer.set()
+    rig.engines[1].first_token.set()
     for number in (2, 3):
         assert (await rig.front.submit(prefill_job(number))).instance == "p1"
     assert not draining.done()
@@ -524,13 +501,13 @@ async def test_an_idle_instance_is_timed_and_a_busy_one_is_not(rig: Rig) -> None
     order = TimingOrder(instance="p0", lengths=(4, 8), limit_s=5.0)
     found = await rig.front.time_prefills(order)
     assert ([num for num, _ in found.prefills], found.reason) == ([4, 8], "")
-    assert [len(body["prompt"]) for body in rig.engines[0].requests] == [4, 8]
-    assert all(body["cache_salt"] for body in rig.engines[0].requests)
+    assert [len(body["prompt"]) for body in rig.engines[0].posted] == [4, 8]
+    assert all(body["cache_salt"] for body in rig.engines[0].posted)
     assert rig.num_outboxes == 0
     rig.hold()
     tasks = [asyncio.create_task(rig.front.submit(prefill_job(n))) for n in (1, 2)]
     for engine in rig.engines:
-        await eventually(lambda engine=engine: engine.running == 1)
+        await eventually(lambda engine=engine: engine.num_serving == 1)
     found = await rig.front.time_prefills(order)
     assert (found.prefills, found.reason) == ((), "p0 is busy")
     rig.release()

@@ -9,11 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from eventually import wait_until
 
 from deploy.lab.emulator import RelayControl, RelayError, RelayProcess
 
@@ -84,13 +85,6 @@ def receive(sock: socket.socket, nbytes: int) -> bytes:
     return bytes(data)
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "condition not met in time"
-        time.sleep(0.005)
-
-
 def test_bytes_pass_unchanged_both_ways() -> None:
     payload = os.urandom(3_000_000)
     with echo_server() as server, RelayProcess(server.to) as link:
@@ -104,7 +98,7 @@ def test_bytes_pass_unchanged_both_ways() -> None:
         report = link.report()
         assert report.forward.in_bytes == report.forward.out_bytes == len(payload)
         assert report.backward.out_bytes == len(payload)
-        wait_for(lambda: link.report().open_connections == 0)
+        wait_until(lambda: link.report().open_connections == 0)
 
 
 @pytest.mark.alone
@@ -163,7 +157,7 @@ def test_rate_is_shared_by_all_connections(num_connections: int) -> None:
         for thread in threads:
             thread.start()
         expected = num_connections * len(payload)
-        wait_for(lambda: link.report().forward.out_bytes == expected, 15.0)
+        wait_until(lambda: link.report().forward.out_bytes == expected)
         for thread, client in zip(threads, clients, strict=True):
             thread.join()
             client.close()
@@ -173,7 +167,7 @@ def test_rate_is_shared_by_all_connections(num_connections: int) -> None:
         took_s = report.last_out_s - report.first_out_s
         # Never faster; how much slower depends on who else uses this machine.
         assert 0.85 < took_s / (expected / 10e6) < 2.0
-        wait_for(lambda: [len(data) for data in server.received] == [len(payload)] * len(clients))
+        wait_until(lambda: [len(data) for data in server.received] == [len(payload)] * len(clients))
 
 
 def test_a_receiver_that_does_not_read_stops_the_sender() -> None:
@@ -213,7 +207,7 @@ def test_cut_after_bytes_heals_by_itself() -> None:
             client.sendall(bytes(50_000_000))
             pytest.fail("the link took everything")
         assert link.report().forward.in_bytes == 100_000
-        wait_for(lambda: not link.report().is_cut)
+        wait_until(lambda: not link.report().is_cut)
         connect(link).close()
 
 
@@ -228,7 +222,7 @@ def test_reset_strikes_once() -> None:
         with connect(link) as client:
             client.sendall(b"y")
             assert receive(client, 1) == b"y"
-        wait_for(lambda: "reset" in server.ended)
+        wait_until(lambda: "reset" in server.ended)
 
 
 def test_black_hole_swallows_and_resets_on_healing() -> None:
@@ -238,13 +232,13 @@ def test_black_hole_swallows_and_resets_on_healing() -> None:
             receive(client, 1)
             link.blackhole()
             client.sendall(b"lost")
-            wait_for(lambda: link.report().forward.swallowed_bytes == 4)
+            wait_until(lambda: link.report().forward.swallowed_bytes == 4)
             client.settimeout(0.1)
             with pytest.raises(TimeoutError):
                 client.recv(1)
             with connect(link) as late:
                 late.sendall(b"also lost")
-                wait_for(lambda: link.report().forward.swallowed_bytes == 13)
+                wait_until(lambda: link.report().forward.swallowed_bytes == 13)
             link.heal()
             client.settimeout(5.0)
             with pytest.raises(ConnectionResetError):
@@ -359,4 +353,4 @@ def test_it_dies_with_the_process_that_started_it() -> None:
         except FileNotFoundError:
             return True
 
-    wait_for(is_gone)
+    wait_until(is_gone)

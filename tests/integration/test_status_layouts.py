@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import report_cases
 from answering_gateway import answering
 from front_doubles import FakeAgent
 from rich.console import Console
@@ -15,7 +16,7 @@ from rich.console import Console
 from deploy.region.launch.rundir import ProcessRecord, RegionState, RunLock
 from deploy.region.launch.status import RegionStatus, region_status, render_status
 from deploy.region.spec.loading import parse_region
-from scheduler.reports import ClusterReport, InstanceReport
+from scheduler.reports import ClusterReport
 
 FILE = """
 models: [{name: m, path: org/m}]
@@ -27,20 +28,10 @@ security: {trusted_network: true}
 def cluster(
     name: str, instance: str, role: Any, fingerprint: str, adapters: dict[str, str] | None = None
 ) -> ClusterReport:
-    found = InstanceReport(
-        name=instance,
-        role=role,
-        model="m",
-        healthy=True,
-        draining=False,
-        running=0,
-        max_concurrent=1,
-        layout_fingerprint=fingerprint,
-        layout=f"layout of {instance}",
-        weights="w",
-        adapters=adapters or {},
+    more = {"layout_fingerprint": fingerprint, "layout": f"layout of {instance}", "weights": "w"}
+    return report_cases.cluster(
+        name, report_cases.instance(instance, role, adapters=adapters or {}, **more)
     )
-    return ClusterReport(name=name, healthy=True, queue_depth=0, running=0, instances=(found,))
 
 
 async def seen(directory: Path, **changes: Any) -> RegionStatus:

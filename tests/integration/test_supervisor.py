@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from front_doubles import eventually
+from eventually import eventually
 
 from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.health import ProbeTiming
@@ -107,8 +107,7 @@ async def main():
     spec = ProcessSpec("dummy", [sys.executable, "-c", {FAMILY!r}, "stubborn"],
                        Path({str(tmp_path)!r}) / "dummy.log", os.environ, term_grace_s=0.3)
     child = await ChildProcess.start(spec)
-    while child.log_tail().count("up") < 2:
-        await asyncio.sleep(0.02)
+    await eventually(lambda: child.log_tail().count("up") >= 2)
     print(child.pid, flush=True)
     await asyncio.sleep(60)
 asyncio.run(main())

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from eventually import eventually
 
 from local_pd.gathered import MAX_CALLS, MAX_TOGETHER, GatheredCalls
 from local_pd.messages import DirectRequest, DirectTarget, Placed, PlaceReply, PlaceRequest
@@ -45,9 +46,7 @@ class Front:
         return [[item.request_id for item in call.direct] for call in self.calls]
 
     async def until_calls(self, num: int) -> None:
-        async with asyncio.timeout(30):
-            while len(self.calls) < num:
-                await asyncio.sleep(0)
+        await eventually(lambda: len(self.calls) >= num)
 
 
 @pytest.fixture

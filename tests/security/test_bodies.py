@@ -9,9 +9,9 @@ import time
 from typing import Any
 
 import pytest
-from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
+from openai_engine import fixed
 
 from deploy.gateway.api_keys import ApiKey
 from deploy.gateway.errors import ApiError
@@ -231,23 +231,15 @@ async def test_prompts_count_as_engines_cut_them(
     open_region: Any, path: str, fields: dict[str, Any], least: int, most: int
 ) -> None:
     async with open_region(operators=("acme",), **limited(mallory={"max_requests": 8})) as region:
-
-        async def served(request: Any, body: Any) -> Any:
-            await region.engine.first_token.wait()
-            return web.json_response({"choices": [], "usage": {}})
-
-        region.engine.reply = served
+        answer = {"choices": [], "usage": {}}
+        region.engine.reply = fixed(answer, after=region.engine.first_token)
         assert least <= await tokens_in_flight(region, CUT | fields, path) <= most
 
 
 async def test_a_query_counts_once_for_each_document(open_region: Any) -> None:
     async with open_region(operators=("acme",), **limited(mallory={"max_requests": 8})) as region:
-
-        async def served(request: Any, body: Any) -> Any:
-            await region.engine.first_token.wait()
-            return web.json_response({"results": [], "usage": {}})
-
-        region.engine.reply = served
+        answer = {"results": [], "usage": {}}
+        region.engine.reply = fixed(answer, after=region.engine.first_token)
         body = {"model": "tiny", "query": LONG, "documents": ["word"] * 50}
         assert await tokens_in_flight(region, body, "/v1/rerank") >= 50 * 4000
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine, wait_until
+from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine
 from caching_engine import SHAPE, B, CachingEngine
+from eventually import wait_until
 from simple_layouts import with_encoding
 
 from kvmanager.agent.between_agents import CacheMoveResult, move_cache
@@ -130,10 +131,8 @@ def _send(
     sender: AgentProcess, producer: DrivenEngine, landing: ReserveReply, sent: Sequence[bytes]
 ) -> None:
     outbox = sender.open_outbox(landing, len(sent) * B)
-    transfer_id = bytes.fromhex(landing.transfer_id)
-    assert producer.client.attach(transfer_id, outbox.attempt)
-    producer.write(outbox, bytes(range(256)) * (landing.nbytes // 256))
-    assert producer.client.ready(transfer_id, outbox.attempt, [(0, landing.nbytes)])
+    full, rest = divmod(landing.nbytes, 256)
+    producer.send(landing, outbox, bytes(range(256)) * full + bytes(rest))
 
 
 def test_a_moved_prefix_keeps_every_byte_where_transfers_may_lose_some(tmp_path: Path) -> None:

@@ -71,11 +71,7 @@ def test_kvcache_goes_to_agents_of_the_own_region_only(
     content = random.Random(8).randbytes(NBYTES)
     with DrivenEngine(sender) as producer, DrivenEngine(receiver) as consumer:
         landing = receiver.reserve(NUM_TOKENS)
-        transfer_id = bytes.fromhex(landing.transfer_id)
-        outbox = sender.open_outbox(landing, NUM_TOKENS)
-        producer.client.attach(transfer_id, outbox.attempt)
-        producer.write(outbox, content)
-        producer.client.ready(transfer_id, outbox.attempt, [(0, NBYTES)])
+        producer.send(landing, sender.open_outbox(landing, NUM_TOKENS), content)
         report = sender.call("Await", Await(landing.transfer_id, 30.0), TransferReport, 60)
         if not shown:
             assert report.state == "complete", report

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_process import AgentProcess, wait_until
+from agent_process import AgentProcess
 from attacked_agents import AttackedRegion
 from embedding_ends import DATA, ENCODER, embeddings_of, finding, found, put, saving
+from eventually import wait_until
 
 from kvmanager.agent.between_agents import EmbeddingOrder, EmbeddingsPulled, pull_embeddings
 from kvmanager.agent.client import AgentClient

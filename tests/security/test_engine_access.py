@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 from certificates import make_authority, make_node
+from openai_engine import OpenAiEngine, fixed
 
 from deploy.gateway.config import TimeoutConfig
 from deploy.gateway.errors import EngineLost
@@ -100,25 +100,14 @@ def test_the_key_is_in_a_file_that_command_lines_and_environments_name(tmp_path:
 
 
 @asynccontextmanager
-async def engine(context: ssl.SSLContext | None = None) -> AsyncIterator[tuple[str, list[str]]]:
-    """The URL of a server, and the Authorization of all that it is asked."""
-    seen: list[str] = []
-
-    async def answer(request: web.Request) -> web.Response:
-        seen.append(request.headers.get("Authorization", ""))
-        return web.json_response({})
-
-    app = web.Application()
-    app.router.add_get("/health", answer)
-    app.router.add_post("/v1/completions", answer)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
+async def engine(context: ssl.SSLContext | None = None) -> AsyncIterator[OpenAiEngine]:
+    made = OpenAiEngine()
+    made.reply = fixed({})
+    await made.start(tls=context)
     try:
-        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
-        scheme = "http" if context is None else "https"
-        yield f"{scheme}://127.0.0.1:{runner.addresses[0][1]}", seen
+        yield made
     finally:
-        await runner.cleanup()
+        await made.stop()
 
 
 async def is_healthy(url: str, access: EngineAccess | None = None) -> bool:
@@ -143,10 +132,10 @@ Asks = Callable[[str, EngineAccess | None], Awaitable[bool]]
 
 @pytest.mark.parametrize("asks", [is_healthy, completes])
 async def test_those_who_may_ask_show_the_key(key_file: Path, asks: Asks) -> None:
-    async with engine() as (url, seen):
-        assert await asks(url, EngineAccess(key_file))
-        assert await asks(url, None)
-    assert seen == [f"Bearer {KEY}", ""]
+    async with engine() as asked:
+        assert await asks(asked.url, EngineAccess(key_file))
+        assert await asks(asked.url, None)
+    assert asked.shown == [f"Bearer {KEY}", ""]
 
 
 @pytest.mark.parametrize("asks", [is_healthy, completes])
@@ -161,12 +150,12 @@ async def test_an_engine_of_another_authority_is_shown_no_key(
     }
     access = EngineAccess(key_file, own)
     for name, files in engines.items():
-        async with engine(server_context(files)) as (url, seen):
-            assert await asks(url, access) == (name == "true")
+        async with engine(server_context(files)) as asked:
+            assert await asks(asked.url, access) == (name == "true")
             # Without a certificate of the region there is no connection either.
-            assert not await asks(url, EngineAccess(key_file))
-            assert not await asks(url, EngineAccess(key_file, _strangers(tmp_path, theirs)))
-            assert seen == ([f"Bearer {KEY}"] if name == "true" else [])
+            assert not await asks(asked.url, EngineAccess(key_file))
+            assert not await asks(asked.url, EngineAccess(key_file, _strangers(tmp_path, theirs)))
+            assert asked.shown == ([f"Bearer {KEY}"] if name == "true" else [])
 
 
 def _strangers(folder: Path, ca: Path) -> TlsFiles:

@@ -16,9 +16,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from agent_process import SMALL_LAYOUT, AgentProcess, wait_until
+from agent_process import SMALL_LAYOUT, AgentProcess
 from attacked_agents import AttackedRegion
 from caching_engine import ROOT, SHAPE, B, CachingEngine, prompt
+from eventually import wait_until
 from granting import grant_files
 
 from kvmanager.agent.between_agents import CacheMoveResult, move_cache, probe_link
@@ -89,10 +90,7 @@ class Attack:
         """Let the attacker's agent fill a landing with bytes of its choice."""
         worker = self.attackers.worker
         opened = self.attacker.open_outbox(landing, NUM_TOKENS)
-        transfer_id = bytes.fromhex(landing.transfer_id)
-        assert worker.client.attach(transfer_id, opened.attempt)
-        worker.write(opened, PLANTED * (landing.nbytes // len(PLANTED)))
-        assert worker.client.ready(transfer_id, opened.attempt, [(0, landing.nbytes)])
+        worker.send(landing, opened, PLANTED * (landing.nbytes // len(PLANTED)))
         assert self.attacker.wait(landing.transfer_id, kind="outbox").state == "complete"
 
 
@@ -125,14 +123,14 @@ def test_cached_kvcache_is_sent_nowhere_without_a_grant(attacked: Attack) -> Non
     assert attacked.victim.status().links == []
     # The gateway may have the same moved, once the landing of the attack is given back.
     granter, ends = attacked.region.granter, (attacked.victim, attacked.attacker)
-    wait_until(lambda: attacked.move(*ends, granter).kept_parts == len(PARTS), 30.0)
+    wait_until(lambda: attacked.move(*ends, granter).kept_parts == len(PARTS))
     attacked.attackers.check(SECRET, len(SECRET))
 
 
 def test_without_grants_kvcache_is_planted(unguarded: Attack) -> None:
     landing = unguarded.victim.reserve(NUM_TOKENS, block_keys=KNOWN)
     unguarded.send_landing(landing)
-    wait_until(lambda: unguarded.victims.hit(SECRET) == len(SECRET), 30.0, "it is cached")
+    wait_until(lambda: unguarded.victims.hit(SECRET) == len(SECRET), what="it is cached")
     found = unguarded.victims.find(SECRET)
     for _, part, runs in found.slots:
         nbytes = SHAPE.parts[part].nbytes
@@ -306,4 +304,4 @@ def test_a_new_key_is_used_without_a_restart(attacked: Attack, tmp_path: Path) -
         except RpcError:
             return False
 
-    wait_until(is_taken, 30.0, "the agent has looked at its file again")
+    wait_until(is_taken, what="the agent has looked at its file again")

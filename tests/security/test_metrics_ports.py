@@ -16,6 +16,7 @@ import aiohttp
 import psutil
 import pytest
 import yaml
+from eventually import eventually
 from free_ports import free_port
 from grpc_health_probe import grpc_health
 from prometheus_client import CollectorRegistry, Gauge
@@ -128,9 +129,7 @@ async def test_a_key_that_is_replaced_opens_nothing(
     try:
         assert await scraper.status(at, shown="Bearer right") == 200
         keyed(key_file, "new")
-        async with asyncio.timeout(30):
-            while await scraper.status(at, shown="Bearer right") == 200:
-                await asyncio.sleep(0.05)
+        await eventually(lambda: scraper.status(at, shown="Bearer right"), lambda seen: seen != 200)
         assert await scraper.status(at, shown="Bearer new") == 200
         keyed(key_file, "two words")
         async with asyncio.timeout(30):

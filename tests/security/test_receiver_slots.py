@@ -17,12 +17,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from agent_process import SMALL_LAYOUT, DrivenEngine, wait_until
+from agent_process import SMALL_LAYOUT, DrivenEngine
 from attacked_agents import AttackedRegion, Way
 from connection_flood import ConnectionFlood
+from eventually import wait_until
 from hostile import own_greeting
 from transport_doubles import MemorySpace, make_spec
-from transport_loopback import LoopbackPair, eventually
+from transport_loopback import LoopbackPair
 
 from kvmanager.agent.messages import Await, TransferReport
 from transport import Endpoint, TransportConfig
@@ -60,11 +61,8 @@ class Agents:
     def assert_transfer_works(self, seed: int) -> None:
         content = random.Random(seed).randbytes(NBYTES)
         landing = self.receiver.reserve(NUM_TOKENS, lease_s=200.0)
-        transfer_id = bytes.fromhex(landing.transfer_id)
         outbox = self.sender.open_outbox(landing, NUM_TOKENS, lease_s=200.0)
-        self._producer.client.attach(transfer_id, outbox.attempt)
-        self._producer.write(outbox, content)
-        self._producer.client.ready(transfer_id, outbox.attempt, [(0, NBYTES)])
+        self._producer.send(landing, outbox, content)
         report = self.sender.call("Await", Await(landing.transfer_id, 100.0), TransferReport, 110)
         assert report.state == "complete", report
         assert self._consumer.read(landing, NBYTES) == content
@@ -98,12 +96,12 @@ def test_a_flood_of_connections_keeps_no_sender_out(
         agents.address, NUM_CONNECTIONS, words=words, repeats=repeats, source=source
     )
     with flood:
-        wait_until(lambda: flood.is_up, 60)
+        wait_until(lambda: flood.is_up)
         # The first transfer has to make its connections now, the second one finds them.
         for seed in range(2):
             before = flood.num_opened
             agents.assert_transfer_works(seed)
-            wait_until(lambda before=before: flood.num_opened > before, 60, "the flood goes on")
+            wait_until(lambda before=before: flood.num_opened > before, what="the flood goes on")
 
 
 @pytest.mark.alone
@@ -122,7 +120,7 @@ def test_a_flood_of_connections_is_bounded_counted_and_logged_in_one_line(tmp_pa
                 assert time.monotonic() - began_s < 100
             assert flood.is_up
         said = "too many connections: turned away"
-        wait_until(lambda: said in agent.log(), 60)
+        wait_until(lambda: said in agent.log())
         num_lines = agent.log().count(said)
         assert 1 <= num_lines <= 1 + (time.monotonic() - began_s) / REPORT_S
         assert NO_PLACE not in agent.log()  # no line for each connection
@@ -131,7 +129,7 @@ def test_a_flood_of_connections_is_bounded_counted_and_logged_in_one_line(tmp_pa
         counted = re.search(r"^prfaas_agent_turned_away_connections_total (\S+)", metrics, re.M)
         assert counted is not None
         assert float(counted[1]) >= 2 * NUM_CONNECTIONS
-        wait_until(lambda: agent.status().num_received_connections == 0, 60, "none is left")
+        wait_until(lambda: agent.status().num_received_connections == 0, what="none is left")
 
 
 def test_refused_opens_keep_no_connection_alive() -> None:
@@ -148,7 +146,7 @@ def test_refused_opens_keep_no_connection_alive() -> None:
                     assert time.monotonic() < deadline_s, "it lives on"
                     sock.sendall(REFUSED)
             assert num_refused
-        eventually(lambda: pair.receiver.num_connections == 0)
+        wait_until(lambda: pair.receiver.num_connections == 0)
 
 
 class KnownAttacker:
@@ -179,10 +177,10 @@ def test_an_accepted_transfer_does_not_buy_all_places(opens: bool) -> None:
     config = TransportConfig(num_connections=2, max_link_connections=2, max_connections=16)
     with closing(LoopbackPair(config)) as pair, closing(KnownAttacker(pair, 99)) as attacker:
         attacker.connect(opens=True)
-        eventually(lambda: pair.registry.num_asked > 0)
+        wait_until(lambda: pair.registry.num_asked > 0)
         for _ in range(15):
             attacker.connect(opens=opens)
-        eventually(lambda: pair.receiver.num_connections == 16)
+        wait_until(lambda: pair.receiver.num_connections == 16)
         if not opens:
             pair.receiver.drop(attacker.spec.transfer_id, "not wanted any more")
         transfer, landed = pair.begin(1, bytearray(b"x" * 1000))
@@ -199,4 +197,4 @@ def test_a_silent_connection_ends_though_its_transfer_ended_elsewhere() -> None:
         (sock,) = peer.sockets
         while sock.recv(4096):
             pass
-        eventually(lambda: pair.receiver.num_connections == 0)
+        wait_until(lambda: pair.receiver.num_connections == 0)

@@ -13,10 +13,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from eventually import eventually
 from gateway_region import Region
 from redis.asyncio import Redis
 from redis_server import RedisServer
-from shared_gateways import ask, body, gateways, limited, num_seen, page, until
+from shared_gateways import ask, body, gateways, limited, num_seen, page
 
 from deploy.gateway.sharing import redis_region, region_sharing
 from scheduler.live.feedback import DirectBegun, InstanceGiven, LegBegun
@@ -78,16 +79,16 @@ async def all_is_well(*regions: Region) -> None:
         for region in regions:
             status, _, answer = await region.post(body())
             assert status == 200, answer
-    await until(lambda: all(page(item).state == "joined" for item in regions))
+    await eventually(lambda: all(page(item).state == "joined" for item in regions))
     names = {page(item).name for item in regions}
     for region in regions:
         others = names - {page(region).name}
-        await until(
+        await eventually(
             lambda region=region, others=others: (
                 others <= {peer.name for peer in page(region).peers}
             )
         )
-    await until(lambda: sum(page(item).leads for item in regions) == 1)
+    await eventually(lambda: sum(page(item).leads for item in regions) == 1)
 
 
 async def num_left_out(region: Region) -> float:
@@ -118,7 +119,7 @@ async def test_a_number_is_no_amount_of_work(
             await all_is_well(one, two)
             assert monotonic() - began_s < 20
         # One from the future is nobody: it would never be gone.
-        await until(lambda: len(page(one).peers) == 1)
+        await eventually(lambda: len(page(one).peers) == 1)
         assert not await stranger.hexists(PREFIX + "beats", "evil")
 
 
@@ -130,7 +131,7 @@ async def test_beats_that_cannot_be_are_left_out(
         live.tell(LegBegun("a", "tiny", "far", 1000, 900, 100, 512_000, 2.0, 0, "d0", "home"))
         live.tell(DirectBegun("d0", 700, 700))
         live.tell(InstanceGiven("d0"))
-        await until(lambda: two.gateway.scheduler.live.ledger.requests == {"d0": 1})
+        await eventually(lambda: two.gateway.scheduler.live.ledger.requests == {"d0": 1})
         works = await stranger.hgetall(PREFIX + "works")
         bad = changed(max(works.values(), key=len))
         for start in range(0, len(bad), 100):
@@ -146,7 +147,7 @@ async def test_beats_that_cannot_be_are_left_out(
         await asyncio.sleep(0.1)
         await all_is_well(one, two)
         assert await num_left_out(one) > 100
-        await until(lambda: [peer.requests for peer in page(two).peers] == [1])
+        await eventually(lambda: [peer.requests for peer in page(two).peers] == [1])
 
 
 async def test_batches_that_cannot_be_are_passed_over(
@@ -154,7 +155,7 @@ async def test_batches_that_cannot_be_are_passed_over(
 ) -> None:
     async with gateways(open_region, server.url, prefill=()) as (one, two):
         await ask(one, 10)
-        await until(lambda: page(one).pending == 0)
+        await eventually(lambda: page(one).pending == 0)
         entries = await stranger.xrange(PREFIX + "seen")
         for said in changed(max((fields[b"b"] for _, fields in entries), key=len)):
             await stranger.xadd(PREFIX + "seen", {"b": said})
@@ -162,7 +163,7 @@ async def test_batches_that_cannot_be_are_passed_over(
         await all_is_well(one, two)
         before = num_seen(two)
         await ask(one, 10)
-        await until(lambda: num_seen(two) > before)
+        await eventually(lambda: num_seen(two) > before)
         assert await num_left_out(two) > 100
 
 
@@ -179,7 +180,7 @@ async def test_whatever_leads_or_plans_the_region_goes_on(
                 await all_is_well(one, two)
                 # What fronts refuse orders below must stay what later leaders get beyond.
                 assert max(page(one).token, page(two).token) < await now_ms(stranger) + 86_400_000
-        await until(lambda: page(one).leads != page(two).leads)
+        await eventually(lambda: page(one).leads != page(two).leads)
         plan = await stranger.get(PREFIX + "plan")
         for text in changed(plan):
             await stranger.set(PREFIX + "plan", text)
@@ -197,7 +198,7 @@ async def test_keys_of_another_type_are_dropped(
             # In one step: gateways write their keys again as soon as these are gone.
             await stranger.pipeline().delete(key).rpush(key, b"x").execute()
         await all_is_well(one, two)
-        await until(lambda: page(one).pending == page(two).pending == 0)
+        await eventually(lambda: page(one).pending == page(two).pending == 0)
 
 
 async def test_an_account_that_cannot_be_shuts_nobody_out(

@@ -18,6 +18,7 @@ from attacked_agents import AttackedRegion, Way
 from cache_doubles import FakeDirectory
 from gateway_region import FakePrefill, Region, open_region
 from msgspec import inspect, structs
+from report_cases import cluster, instance
 from rich.console import Console
 from scheduler_side_rig import (
     ALLOCATED,
@@ -40,7 +41,7 @@ from kvmanager.landing import consumer_params
 from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.remote import RemotePrefillCluster
 from prfaas.server import PrefillServer
-from scheduler.reports import ClusterReport, InstanceReport
+from scheduler.reports import ClusterReport
 from transport.rpc import RpcError
 
 VICTIM = "ab" * 16
@@ -259,24 +260,9 @@ async def test_no_field_of_a_reply_changes_a_decision_above(tmp_path: Path, seed
 
 
 def test_names_are_no_orders_to_an_operators_terminal() -> None:
-    evil = InstanceReport(
-        name="[/x]",
-        role="prefill",
-        model="m",
-        healthy=False,
-        draining=False,
-        running=0,
-        max_concurrent=0,
-        reason="\x1b]0;owned\x07\x1b[2J[link=http://evil]click[/link]",
-    )
-    report = ClusterReport(
-        name="far",
-        healthy=True,
-        queue_depth=0,
-        running=0,
-        instances=(evil,),
-        reason="\x1b[2J:boom:",
-    )
+    reason = "\x1b]0;owned\x07\x1b[2J[link=http://evil]click[/link]"
+    evil = instance("[/x]", "prefill", healthy=False, max_concurrent=0, reason=reason)
+    report = cluster("far", evil, reason="\x1b[2J:boom:")
     shown = io.StringIO()
     overview = RegionNow(
         threshold_tokens=1,

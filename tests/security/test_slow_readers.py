@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from eventually import eventually
+from openai_engine import fixed, streamed
 from raw_client import RawClient
 
 EVENT = b"data: " + b"x" * 60_000 + b"\n\n"
@@ -15,18 +17,9 @@ LIMITS = {"timeouts": {"client_stall_s": 1.0}, "min_client_bytes_per_s": 1 << 20
 JSON = {"Content-Type": "application/json"}
 
 
-async def flood(request: web.Request, body: Any) -> web.StreamResponse:
-    """An answer of 120 MB that is there at once."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await response.prepare(request)
-    for _ in range(2000):
-        await response.write(EVENT)
-    return response
-
-
-async def long_answer(request: web.Request, body: Any) -> web.StreamResponse:
-    """One of 16 MB that is no stream."""
-    return web.json_response({"choices": [], "text": "x" * (16 << 20)})
+FLOOD = streamed(*[EVENT] * 2000)
+"""An answer of 120 MB that is there at once."""
+LONG_ANSWER = fixed({"choices": [], "text": "x" * (16 << 20)})
 
 
 async def read_slowly(client: RawClient) -> int:
@@ -42,14 +35,12 @@ async def read_slowly(client: RawClient) -> int:
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_trickling_reader_is_cut_off(open_region: Any, stream: bool) -> None:
     async with open_region(**LIMITS) as region, RawClient(region.url) as client:
-        region.engine.reply = flood if stream else long_answer
+        region.engine.reply = FLOOD if stream else LONG_ANSWER
         body = b'{"model":"tiny","prompt":"x","stream":%s}' % str(stream).lower().encode()
         await client.post("/v1/completions", JSON, announced=len(body), body=body)
         assert await client.status() == 200
         reading = asyncio.create_task(read_slowly(client))
-        async with asyncio.timeout(60):
-            while region.gateway.num_in_flight:
-                await asyncio.sleep(0.05)
+        await eventually(lambda: not region.gateway.num_in_flight)
         await region.until(lambda: region.engine.num_serving == 0)
         reading.cancel()
         region.engine.reply = None

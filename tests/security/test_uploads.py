@@ -6,6 +6,7 @@ import asyncio
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
+from eventually import eventually
 from raw_client import RawClient
 
 from deploy.gateway.api_keys import ApiKey
@@ -44,9 +45,7 @@ async def first_answers(clients: list[RawClient], number: int) -> list[int]:
     """The statuses of those that are answered first, once there are so many."""
     asking = [asyncio.create_task(client.status(60.0)) for client in clients]
     try:
-        async with asyncio.timeout(30):
-            while sum(task.done() for task in asking) < number:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: sum(task.done() for task in asking) >= number)
         return [task.result() for task in asking if task.done()]
     finally:
         for task in asking:

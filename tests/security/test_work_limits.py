@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
+from openai_engine import fixed, streamed
 from raw_client import RawClient
 
 from deploy.gateway.api_keys import ApiKey
@@ -92,12 +92,8 @@ async def test_a_rate_counts_the_answers_that_came(open_region: Any) -> None:
         # What was asked for and did not come is given back.
         for _ in range(3):
             assert (await ask(region, SHORT | {"max_tokens": 900}))[0] == 200
-
-        async def long(request: Any, body: Any) -> Any:
-            usage = {"prompt_tokens": 1, "completion_tokens": 5000}
-            return web.json_response({"choices": [], "usage": usage})
-
-        region.engine.reply = long
+        usage = {"prompt_tokens": 1, "completion_tokens": 5000}
+        region.engine.reply = fixed({"choices": [], "usage": usage})
         assert (await ask(region, SHORT))[0] == 200
         status, answer = await ask(region, SHORT)
         assert (status, answer["error"]["code"]) == (429, "tenant_rate")
@@ -108,14 +104,7 @@ async def test_an_answer_that_is_broken_off_counts(open_region: Any) -> None:
     limit = {"tokens_per_s": 1e-3, "burst_tokens": 40}
     async with open_region(**limited(**limit)) as region:
         events = b"".join(b'data: {"choices":[{"text":"a"}]}\n\n' for _ in range(100))
-
-        async def endless(request: Any, body: Any) -> Any:
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-            await response.prepare(request)
-            await response.write(events)
-            await asyncio.Event().wait()
-
-        region.engine.reply = endless
+        region.engine.reply = streamed(events, b"", before_last=asyncio.Event())
         headers = {"Authorization": "Bearer two"}
         body = SHORT | {"stream": True}
         url = region.url + "/v1/completions"
@@ -131,14 +120,7 @@ async def test_tokens_in_few_long_events_count(open_region: Any) -> None:
     """`stream_interval` puts as many tokens into one event as the client wants."""
     async with open_region(**limited(tokens_per_s=1e-3, burst_tokens=200)) as region:
         event = b'data: {"choices":[{"text":"' + b"word " * 1000 + b'"}]}\n\n'
-
-        async def long(request: Any, body: Any) -> Any:
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-            await response.prepare(request)
-            await response.write(event + b"data: [DONE]\n\n")
-            return response
-
-        region.engine.reply = long
+        region.engine.reply = streamed(event + b"data: [DONE]\n\n")
         body = SHORT | {"stream": True, "stream_interval": 100_000, "max_tokens": 150}
         assert (await region.post(body, headers={"Authorization": "Bearer two"}))[0] == 200
         status, answer = await ask(region, SHORT)
@@ -168,12 +150,8 @@ async def test_text_that_claims_to_be_an_image_counts(open_region: Any) -> None:
 async def test_what_an_answer_says_of_its_prompt_counts(open_region: Any) -> None:
     """Nobody counts media before an engine has made tokens of them."""
     async with open_region(**limited(tokens_per_s=1e-3, burst_tokens=5000)) as region:
-
-        async def long(request: Any, body: Any) -> Any:
-            usage = {"prompt_tokens": 100_000, "completion_tokens": 1}
-            return web.json_response({"choices": [], "usage": usage})
-
-        region.engine.reply = long
+        usage = {"prompt_tokens": 100_000, "completion_tokens": 1}
+        region.engine.reply = fixed({"choices": [], "usage": usage})
         part = {"type": "image_url", "image_url": {"url": "data:,"}}
         body = {"model": "tiny", "messages": [{"role": "user", "content": [part]}]}
         headers = {"Authorization": "Bearer two"}
@@ -216,13 +194,8 @@ async def test_no_engine_renders_for_refused_requests(open_region: Any) -> None:
 
 async def test_no_engine_renders_for_many_requests_at_one_moment(open_region: Any) -> None:
     async with open_region(**limited(max_requests=2)) as region:
-        rendering = asyncio.Event()
-
-        async def slow(request: Any, body: Any) -> Any:
-            await rendering.wait()
-            return web.json_response({"error": {"message": "no"}}, status=400)
-
-        region.engine.render_reply = slow
+        rendering, error = asyncio.Event(), {"error": {"message": "no"}}
+        region.engine.render_reply = fixed(error, 400, after=rendering)
         asking = [asyncio.create_task(ask(region, region.long_body())) for _ in range(20)]
         await region.until(lambda: sum(task.done() for task in asking) == 18)
         await region.until(lambda: len(region.engine.requests) == 2)
@@ -240,11 +213,7 @@ async def test_a_client_that_leaves_before_its_prompt_is_counted_holds_nothing(
     async with open_region(
         **limited(max_requests=1, tokens_per_s=1e-3, burst_tokens=400)
     ) as region:
-
-        async def never(request: Any, body: Any) -> Any:
-            await asyncio.Event().wait()
-
-        region.engine.render_reply = never
+        region.engine.render_reply = fixed({}, after=asyncio.Event())
         for path in ("/v1/completions", "/v1/chat/completions"):
             text = "x" * 300
             body = {

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from eventually import eventually
 from hosts import Host
 from load import Client, Phase
 from redis_host import Redis
@@ -52,7 +53,7 @@ class Sites:
                 self.parts[node].pid, process
             ) != pid and await self._serves(node, process)
 
-        await until(runs_again, f"{process} runs again")
+        await eventually(runs_again, what=f"{process} runs again", timeout_s=PATIENCE_S)
 
     async def _serves(self, node: str, process: str) -> bool:
         status = await asyncio.to_thread(self.parts[node].status)
@@ -69,15 +70,6 @@ class Act:
     loses: str = ""
 
 
-async def until(holds: Callable[[], Awaitable[bool]], what: str) -> None:
-    """Poll until it holds. TimeoutError naming `what`."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not await holds():
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"after {PATIENCE_S:g} s still not: {what}")
-        await asyncio.sleep(0.5)
-
-
 def write_file(parts: Iterable[RegionHost], region: Mapping[str, Any]) -> None:
     """Give every host the region's file, whole at once."""
     for part in parts:
@@ -89,11 +81,12 @@ def write_file(parts: Iterable[RegionHost], region: Mapping[str, Any]) -> None:
 async def _nothing(_sites: Sites, phase: Phase) -> None:
     """Until every prefill cluster has prefilled and every PD cluster has decoded."""
 
-    async def all_served() -> bool:
-        decoded = {one.cluster for one in phase.asked}
-        return phase.prefilled() >= set(PREFILL) and decoded >= set(PD)
-
-    await until(all_served, "every cluster has served")
+    await eventually(
+        lambda: (phase.prefilled(), {one.cluster for one in phase.asked}),
+        lambda seen: seen[0] >= set(PREFILL) and seen[1] >= set(PD),
+        what="every cluster has served",
+        timeout_s=PATIENCE_S,
+    )
 
 
 async def _kill(node: str, process: str, sites: Sites, _phase: Phase) -> None:
@@ -125,10 +118,11 @@ async def _join(sites: Sites, phase: Phase) -> None:
     joining.begin()
     await asyncio.to_thread(joining.ready)
 
-    async def has_served() -> bool:
-        return any(one.prefill_instance == f"{JOINING}-engine" for one in phase.asked)
-
-    await until(has_served, "the new host has prefilled")
+    await eventually(
+        lambda: any(one.prefill_instance == f"{JOINING}-engine" for one in phase.asked),
+        what="the new host has prefilled",
+        timeout_s=PATIENCE_S,
+    )
 
 
 async def _leave(sites: Sites, _phase: Phase) -> None:
@@ -160,19 +154,20 @@ def acts() -> list[Act]:
 
 async def _until_used_again(phase: Phase) -> None:
     after = len(phase.asked)
-
-    async def are_used() -> bool:
-        return phase.prefilled(after) >= set(PREFILL)
-
     try:
-        await until(are_used, "every prefill cluster is used again")
-    except TimeoutError as error:
-        raise TimeoutError(f"{phase.name}: {error}; prompts stayed: {phase.stayed}") from error
+        await eventually(
+            lambda: phase.prefilled(after),
+            lambda used: used >= set(PREFILL),
+            what="every prefill cluster is used again",
+            timeout_s=PATIENCE_S,
+        )
+    except AssertionError as error:
+        raise AssertionError(f"{phase.name}: {error}; prompts stayed: {phase.stayed}") from error
 
 
 async def play(sites: Sites, act: Act, per_s: float) -> Phase:
     """Carry out an act while clients ask, and go on until every prefill cluster is used again.
-    Returns when all clients have their answers. TimeoutError with the reasons why prompts stayed.
+    Returns when all clients have their answers. AssertionError with the reasons why prompts stayed.
     """
     phase = Phase(act.name, act.loses)
     over = asyncio.Event()

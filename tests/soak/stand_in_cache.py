@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 from blake3 import blake3
 
 from kvmanager.agent.engines.client import EngineClient
@@ -107,9 +108,11 @@ def write(
 
 
 class AgentSide:
-    """The engine's two connections to its agent; its own methods belong to the event loop."""
+    """The engine's two connections to its agent; its own methods belong to the event loop. Unless
+    it `caches`, nothing goes into the node's prefix cache or comes out of it.
+    """
 
-    def __init__(self, socket: str, instance: str) -> None:
+    def __init__(self, socket: str, instance: str, model: str, *, caches: bool = True) -> None:
         self._loop = asyncio.get_running_loop()
         # A restarted engine has the name of the one before it, whose handles the agent may hold.
         self._handles = itertools.count(time.time_ns() // 1000)
@@ -118,8 +121,10 @@ class AgentSide:
         self._outboxes: dict[int, OutboxOpened] = {}
         # Openings rise, and only the latest can still be begun here.
         self._failed: deque[int] = deque(maxlen=1024)
-        layout = LAYOUT.encode()
-        hello = EngineHello(instance, "scheduler", os.getpid(), layout, namespace=NAMESPACE)
+        layout = msgspec.structs.replace(LAYOUT, model_id=model).encode()
+        self._caches = caches
+        namespace = NAMESPACE if caches else b""
+        hello = EngineHello(instance, "scheduler", os.getpid(), layout, namespace=namespace)
         self._scheduler = EngineClient(socket, hello)
         self._worker = EngineClient(socket, EngineHello(instance, "worker", os.getpid(), layout))
 
@@ -217,7 +222,7 @@ class AgentSide:
         # vLLM always computes the last token itself.
         keys = prompt.keys[: (len(prompt.token_ids) - 1) // SHAPE.block_tokens]
         handle, arena = next(self._handles), self._scheduler.arena
-        if not keys:
+        if not keys or not self._caches:
             return 0, True
         found = await self._answer(handle, self._scheduler.cache_find(handle, keys))
         if found is not None:

@@ -12,8 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any, Literal, Self, TypeVar
@@ -21,6 +19,7 @@ from typing import Any, Literal, Self, TypeVar
 import msgspec
 import yaml
 from arena_bytes import get_bytes, put_bytes
+from eventually import wait_until
 from simple_layouts import paged, state
 
 from kvmanager.agent.engines.client import EngineClient
@@ -75,14 +74,6 @@ SMALL_LAYOUT = KVLayout(
         KVGroup(KVKind.RECURRENT, 16, (state("layer.2", 10_000),)),
     ),
 )
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0, what: str = "") -> None:
-    """Poll until true; AssertionError naming `what` after `timeout_s`."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {what or condition}"
-        time.sleep(0.02)
 
 
 class AgentProcess:
@@ -323,6 +314,22 @@ class EngineConnection:
         arena = self.client.arena
         assert arena is not None
         put_bytes(arena, self.place(outbox), data, offset)
+
+    def fill(self, params: dict[str, Any], data: bytes, share: float = 1.0) -> None:
+        """Do what the connector does while a prefill runs; `share` of the bytes become ready."""
+        opening = bytes.fromhex(params["transfer_id"]), params["attempt"]
+        self.client.attach(*opening)
+        self.write(params["attempt"], data)
+        self.client.ready(*opening, [(0, int(len(data) * share))])
+        if share == 1.0:
+            self.client.prefill_end(*opening)
+
+    def send(self, landing: ReserveReply, outbox: OpenOutboxReply, data: bytes) -> None:
+        """Put `data` at the begin of the outbox and say that it is ready."""
+        opening = bytes.fromhex(landing.transfer_id), outbox.attempt
+        assert self.client.attach(*opening)
+        self.write(outbox, data)
+        assert self.client.ready(*opening, [(0, len(data))])
 
     def read(self, landing: Place | list[tuple[int, int]], nbytes: int) -> bytes:
         """The bytes of a landing, which the engine takes if it has not watched it, or of runs."""

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from report_cases import agent_status
+
 from kvmanager.agent.cache.move_messages import CacheMoveStatusReply, ReserveCacheMoveReply
 from kvmanager.agent.client import AgentClient, CacheMoveOrder
 from kvmanager.agent.messages import CacheModel, EngineStatus, StatusReply
@@ -75,7 +77,7 @@ class _MovingAgent(AgentClient):
 
     async def status(self, timeout_s: float) -> StatusReply:
         engine = EngineStatus("engine", 1, 1, "layout", "f0" * 32, self._agents.model)
-        return StatusReply(1, 1, 1, 0, 1, 0, {}, {}, [engine], [], 0, 1.0, 1, "")
+        return agent_status(engines=[engine])
 
     async def reserve_cache_move(
         self, order: CacheMoveOrder, lease_s: float

@@ -9,7 +9,8 @@ import random
 from collections.abc import Sequence
 from typing import Self
 
-from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine, wait_until
+from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine
+from eventually import wait_until
 
 from kvmanager.agent.engines.protocol import CacheFound, CacheSlots
 from kvmanager.hashing import block_keys, root_key

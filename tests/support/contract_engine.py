@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from aiohttp import web
+from openai_engine import fixed, refusing, streamed
 
 from deploy.gateway.intake.endpoints import KINDS, Kind
 
@@ -19,41 +20,37 @@ async def reply(request: web.Request, body: dict[str, Any]) -> web.StreamRespons
     """Answer at any endpoint; 400 for a body that vLLM refuses as well."""
     kind = KINDS[request.path]
     try:
-        num_tokens = len(_ids(kind, body))
-        whole = _whole(kind, body, num_tokens)
+        whole = _whole(kind, body, len(_ids(kind, body)))
+        is_stream = body.get("stream") is True and kind in _EVENTS
+        answer = streamed(*_pieces(kind, body, whole)) if is_stream else fixed(whole)
     except (AttributeError, KeyError, TypeError, ValueError):
-        return _refused()
-    if body.get("stream") is not True or kind not in _EVENTS:
-        return web.json_response(whole)
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-    await response.prepare(request)
-    for event in _EVENTS[kind](whole):
-        name = f"event: {event['type']}\n" if "type" in event else ""
-        await response.write(f"{name}data: {json.dumps(event)}\n\n".encode())
-    if kind in ("completion", "chat"):
-        if (body.get("stream_options") or {}).get("include_usage"):
-            last = _chunks(whole)[0] | {"choices": [], "usage": whole["usage"]}
-            await response.write(b"data: " + json.dumps(last).encode() + b"\n\n")
-        await response.write(b"data: [DONE]\n\n")
-    return response
+        answer = _refuse
+    return await answer(request, body)
 
 
 async def render_reply(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     """Answer with the ids of a prompt; 400 for a body that vLLM refuses as well."""
     kind = KINDS[request.path.removesuffix("/render")]
     try:
-        ids = _ids(kind, body)
+        rendered = {"token_ids": _ids(kind, body), "features": None, "sampling_params": {"n": 1}}
+        answer = fixed([rendered] if kind == "completion" else rendered)
     except (AttributeError, KeyError, TypeError, ValueError):
-        return _refused()
-    rendered = {"token_ids": ids, "features": None, "sampling_params": {"n": 1}}
-    return web.json_response([rendered] if kind == "completion" else rendered)
+        answer = _refuse
+    return await answer(request, body)
 
 
-def _refused() -> web.Response:
-    # The code of vLLM's error objects is the HTTP status.
-    message = "a field is missing or has a wrong type"
-    error = {"message": message, "type": "BadRequestError", "param": None, "code": 400}
-    return web.json_response({"error": error}, status=400)
+_refuse = refusing(
+    400, "a field is missing or has a wrong type", type="BadRequestError", param=None
+)
+
+
+def _pieces(kind: Kind, body: dict[str, Any], whole: dict[str, Any]) -> list[bytes]:
+    events = _EVENTS[kind](whole)
+    if kind not in ("completion", "chat"):
+        return [f"event: {one['type']}\ndata: {json.dumps(one)}\n\n".encode() for one in events]
+    if (body.get("stream_options") or {}).get("include_usage"):
+        events.append(events[0] | {"choices": [], "usage": whole["usage"]})
+    return [*(f"data: {json.dumps(one)}\n\n".encode() for one in events), b"data: [DONE]\n\n"]
 
 
 def _ids(kind: Kind, body: dict[str, Any]) -> list[int]:

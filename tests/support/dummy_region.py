@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_module import install
 
 from deploy.region.spec.region import RegionSpec
 
@@ -57,12 +58,8 @@ DUMMY_ENGINE = """
 @pytest.fixture(scope="module")
 def dummy_vllm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("dummy")
-    package = base / "vllm" / "entrypoints" / "openai"
-    package.mkdir(parents=True)
-    for folder in (package, package.parent, package.parent.parent):
-        (folder / "__init__.py").touch()
+    install(base, textwrap.dedent(DUMMY_ENGINE))
     (base / "arenas").mkdir()
-    (package / "api_server.py").write_text(textwrap.dedent(DUMMY_ENGINE))
     return base
 
 

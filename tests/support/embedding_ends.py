@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, TypeVar
 
-from agent_process import AgentProcess, wait_until
+from agent_process import AgentProcess
+from eventually import wait_until
 
 from kvmanager.agent.engines.embedding_client import EmbeddingClient
 from kvmanager.agent.engines.protocol import EncoderHello

@@ -5,14 +5,18 @@ can show is tested with those.
 """
 
 import asyncio
+import inspect
 import math
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 from aiohttp import web
+from eventually import eventually
+from openai_engine import OpenAiEngine
+from report_cases import agent_status
 
 from kvmanager.agent.embeddings.messages import HasEmbeddings, HasEmbeddingsReply
 from kvmanager.agent.messages import (
@@ -39,18 +43,12 @@ from kvmanager.landing import ReservedLanding
 from kvmanager.load_times import LoadTimes
 from kvmanager.media_items import MediaItem
 from kvmanager.token_ids import TokenIds
+from prfaas.engines.instance import InstanceSpec
 from prfaas.jobs import PrefillJob
 from transport.rpc import Method, RpcError, RpcServer
 
 FINGERPRINT = "ab" * 32
 BYTES_PER_TOKEN = 512
-
-
-async def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Wait until `condition` holds; TimeoutError when it does not come to."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def looked_at(engine: "FakeEngine") -> None:
@@ -113,10 +111,22 @@ def image_job(number: int, *names: str, model: str = "") -> PrefillJob:
 def encoded_names(engine: "FakeEngine") -> list[str]:
     """The images of the chats that an engine got with one medium alone, in their order."""
     found = []
-    for body in engine.requests:
+    for body in engine.posted:
         parts = body["messages"][0]["content"]
         if [part["type"] for part in parts] == ["image_url"]:
             found.append(parts[0]["uuid"])
+    return found
+
+
+def methods_of(double: object) -> dict[str, Method[Any, Any]]:
+    """What a double of an agent answers: its methods from one message to another. A method's name
+    at an agent is that of its request.
+    """
+    found: dict[str, Method[Any, Any]] = {}
+    for _, handler in inspect.getmembers(double, inspect.iscoroutinefunction):
+        *asked, reply = get_type_hints(handler).values()
+        if len(asked) == 1 and isinstance(asked[0], type) and issubclass(asked[0], msgspec.Struct):
+            found[asked[0].__name__] = Method(asked[0], reply, handler)
     return found
 
 
@@ -184,16 +194,7 @@ class FakeAgent:
 
     async def start(self, bind: str = "127.0.0.1:0") -> "FakeAgent":
         """Serve; `target` is the address afterwards."""
-        methods: dict[str, Method[Any, Any]] = {
-            "Reserve": Method(Reserve, ReserveReply, self._reserve),
-            "Renew": Method(Renew, RenewReply, self._renew),
-            "Cancel": Method(Cancel, CancelReply, self._cancel),
-            "OpenOutbox": Method(OpenOutbox, OpenOutboxReply, self._open_outbox),
-            "Await": Method(Await, TransferReport, self._await),
-            "Status": Method(Status, StatusReply, self._status),
-            "HasEmbeddings": Method(HasEmbeddings, HasEmbeddingsReply, self._has_embeddings),
-        }
-        self._server = RpcServer(bind, {SERVICE: methods})
+        self._server = RpcServer(bind, {SERVICE: methods_of(self)})
         self.target = f"127.0.0.1:{await self._server.start()}"
         return self
 
@@ -320,20 +321,12 @@ class FakeAgent:
             )
             for name in self.instances
         ]
-        return StatusReply(
+        return agent_status(
             arena_bytes=1 << 20,
-            block_bytes=1 << 16,
             free_bytes=1 << 20,
             landing_bytes=self.landing_bytes,
             landing_cap_bytes=1 << 20,
-            outbox_bytes=0,
-            num_landings={},
-            num_outboxes={},
             engines=engines,
-            links=[],
-            num_received_connections=0,
-            uptime_s=1.0,
-            pid=1,
             data_endpoint="127.0.0.1:9",
             landing_room_bytes=self.landing_room_bytes,
             embeddings=self.embeddings,
@@ -347,125 +340,35 @@ class FakeAgent:
             await self.before_reply(method)
 
 
-class FakeEngine:
-    """An OpenAI server that answers prefills; with an agent it lets their transfers complete.
+class FakeEngine(OpenAiEngine):
+    """Answers prefills at once; with an agent it lets their transfers complete.
 
-    With `keeps_kvcache` it has a NixlConnector. Clear `may_answer` to let requests hang; `status`
-    other than 200 refuses them;
-    `before_answer` sees each body first. `requests` are the bodies seen, with `headers`, `running`
-    what has not been answered, `num_aborted` connections closed early. Its metrics tell of
-    `waiting` requests, `deferred` ones among them, and of KV blocks; `num_looks` counts who asked.
+    With `keeps_kvcache` it has a NixlConnector.
     """
 
     def __init__(self, agent: FakeAgent | None = None) -> None:
+        super().__init__()
         self.agent = agent
-        self.requests: list[dict[str, Any]] = []
-        self.headers: list[Mapping[str, str]] = []
-        self.running = 0
-        self.num_aborted = 0
-        self.num_looks = 0
-        self.status = 200
-        self.healthy = True
-        self.waiting = 0
-        self.deferred = 0
-        self.kv_usage = 0.0
-        self.num_kv_blocks: int | None = None
         self.completes_transfer = True
         self.keeps_kvcache = True
-        self.before_answer: Callable[[dict[str, Any]], None] | None = None
-        self.may_answer = asyncio.Event()
-        self.may_answer.set()
-        self.seen = asyncio.Condition()
-        self.url = ""
-        self._runner: web.AppRunner | None = None
 
-    async def start(self, port: int = 0) -> "FakeEngine":
-        """Serve; `url` is the address afterwards."""
-        app = web.Application()
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/metrics", self._metrics)
-        app.router.add_post("/v1/completions", self._completion)
-        app.router.add_post("/v1/chat/completions", self._completion)
-        app.router.add_post("/v1/completions/render", self._render)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", port)
-        await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-        return self
+    def spec(self, name: str, role: str, **fields: Any) -> InstanceSpec:
+        """What a front knows of it."""
+        assert self.agent is not None
+        known = {"name": name, "url": self.url, "agent": self.agent.target, "role": role}
+        return InstanceSpec.model_validate(known | fields)
 
-    async def stop(self) -> None:
-        """Be gone, connections included, as a killed process is."""
-        runner, self._runner = self._runner, None
-        if runner is None:
-            return
-        assert runner.server is not None
-        for protocol in list(runner.server.connections):
-            if protocol.transport is not None:
-                protocol.transport.abort()
-        await runner.cleanup()
-
-    async def wait_requests(self, count: int) -> None:
-        """Until `count` requests have arrived in all."""
-        async with self.seen:
-            await self.seen.wait_for(lambda: len(self.requests) >= count)
-
-    async def wait_aborts(self, count: int) -> None:
-        """Until `count` clients have gone away in all."""
-        async with self.seen:
-            await self.seen.wait_for(lambda: self.num_aborted >= count)
-
-    async def _health(self, _request: web.Request) -> web.Response:
-        return web.Response(status=200 if self.healthy else 503)
-
-    async def _metrics(self, _request: web.Request) -> web.Response:
-        self.num_looks += 1
-        return web.Response(
-            text=f'vllm:num_requests_running{{engine="0"}} {float(self.running)}\n'
-            f'vllm:num_requests_waiting{{engine="0"}} {float(self.waiting)}\n'
-            f'vllm:num_requests_waiting_by_reason{{engine="0",reason="deferred"}} {self.deferred}\n'
-            f'vllm:kv_cache_usage_perc{{engine="0"}} {self.kv_usage}\n'
-            f'vllm:cache_config_info{{engine="0",num_gpu_blocks="{self.num_kv_blocks}"}} 1.0\n'
-        )
-
-    async def _render(self, request: web.Request) -> web.Response:
-        prompt = (await request.json())["prompt"]
-        return web.json_response([{"token_ids": list(prompt.encode()), "features": None}])
-
-    async def _completion(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        async with self.seen:
-            self.requests.append(body)
-            self.headers.append(request.headers)
-            self.seen.notify_all()
-        self.running += 1
-        try:
-            if self.before_answer is not None:
-                self.before_answer(body)
-            await self.may_answer.wait()
-        except asyncio.CancelledError:
-            async with self.seen:
-                self.num_aborted += 1
-                self.seen.notify_all()
-            raise
-        finally:
-            self.running -= 1
-        if self.status != 200:
-            error = {"error": {"message": "refused by the fake", "code": self.status}}
-            return web.json_response(error, status=self.status)
-        transfer_id = body.get("kv_transfer_params", {}).get("prfaas", {}).get("transfer_id", "")
-        if (
-            self.agent is not None
-            and transfer_id in self.agent.outboxes
-            and self.completes_transfer
-        ):
+    async def answer(self, request: web.Request, body: dict[str, Any]) -> web.Response:
+        await self.first_token.wait()
+        asked = body.get("kv_transfer_params", {})
+        transfer_id = asked.get("prfaas", {}).get("transfer_id", "")
+        if self.completes_transfer and self.agent and transfer_id in self.agent.outboxes:
             self.agent.end_outbox(transfer_id, "complete")
         usage = {
             "prompt_tokens": len(body.get("prompt", ())),
             "prompt_tokens_details": {"cached_tokens": 3},
         }
         answer: dict[str, Any] = {"choices": [], "usage": usage}
-        asked = body.get("kv_transfer_params", {})
         if self.keeps_kvcache and asked.get("do_remote_decode"):
             answer["kv_transfer_params"] = {"do_remote_prefill": True, "remote_block_ids": [[1]]}
         return web.json_response(answer)

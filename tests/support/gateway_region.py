@@ -5,13 +5,16 @@ a landing waits for it and prefills by itself once the landing is given back.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+import report_cases
+from eventually import eventually
 from msgspec import structs
 from openai_engine import OpenAiEngine
+from report_cases import cluster
 
 from deploy.gateway.app import Gateway
 from deploy.gateway.cache.region_caches import RegionCaches
@@ -20,6 +23,7 @@ from deploy.gateway.server import start_admin_server, start_server
 from kvmanager.agent.grants import reservation
 from kvmanager.agent.messages import CacheModel
 from kvmanager.landing import ReservedLanding
+from local_pd.cluster import PdCluster
 from local_pd.errors import NoInstance, NoLandingRoom, PdError, RoleRefused
 from local_pd.messages import (
     DecodeSlot,
@@ -28,6 +32,7 @@ from local_pd.messages import (
     LandingReport,
     ReserveRequest,
 )
+from prfaas.cluster import PrefillCluster
 from prfaas.encoding.values import EncodeDone, EncodeOrder
 from prfaas.engines.errors import PrefillFailed
 from prfaas.engines.members import MemberOrder
@@ -38,10 +43,38 @@ from scheduler.reports import ClusterReport, EncodeReport, InstanceReport
 from transport.grants import Granted, Granter
 
 
-class FakePd:
+class _Front:
+    """What doubles of both kinds of fronts have in common. Each inherits the interface of its kind,
+    whose methods do nothing: those that no test is about need no line here.
+    """
+
+    def __init__(self) -> None:
+        self.orders: list[MemberOrder] = []
+        self.num_reports = 0
+        self.set_report: ClusterReport | None = None
+        """What a test lets it report in place of its own state."""
+
+    def state(self) -> ClusterReport:
+        raise NotImplementedError
+
+    async def report(self) -> ClusterReport:
+        self.num_reports += 1
+        return self.set_report or self.state()
+
+    async def change_members(self, order: MemberOrder) -> None:
+        self.orders.append(order)
+
+    async def time_prefills(self, order: TimingOrder) -> TimedPrefills:
+        return TimedPrefills(reason="nothing to time here")
+
+
+class FakePd(_Front, PdCluster):
     """A local PD cluster front over fake engines. `index` makes its transfers its own."""
 
+    name = ""
+
     def __init__(self, engines: list[OpenAiEngine], name: str = "home", index: int = 0) -> None:
+        super().__init__()
         self.name = name
         self.index = index
         self.engines = {engine.name: engine for engine in engines}
@@ -53,9 +86,6 @@ class FakePd:
         self.released: list[str] = []
         self.ended_at: list[str] = []
         self.num_reserved = 0
-        self.orders: list[MemberOrder] = []
-        self.timings: list[TimingOrder] = []
-        self.timed = TimedPrefills(reason="nothing to time here")
         self.reserved_with: list[tuple[bytes, tuple[str, ...]]] = []
         self.tenants: list[str] = []
         """The tenant of each reservation of memory for KVCache."""
@@ -74,9 +104,6 @@ class FakePd:
         """The fingerprints of the KVCache layouts of the engines that say which they have."""
         self.engine_numbers: dict[str, Any] = {}
         """Fields that reports of engines have besides."""
-        self.num_reports = 0
-        self.set_report: ClusterReport | None = None
-        """What a test lets it report in place of its own state."""
         self.stage: EncodeReport | None = None
         """Its encode stage, if a test gives it one."""
         self.encode_orders: list[EncodeOrder] = []
@@ -171,10 +198,7 @@ class FakePd:
         assert self.prefill is not None
         return await self.prefill.submit(job)
 
-    async def report(self) -> ClusterReport:
-        self.num_reports += 1
-        if self.set_report is not None:
-            return self.set_report
+    def state(self) -> ClusterReport:
         instances = [
             report("both", engine.name, engine.name not in self.down, self.cache_model)
             for engine in self.engines.values()
@@ -188,30 +212,11 @@ class FakePd:
         if self.prefill is not None:
             prefill = report("prefill", "p0", True)
             instances.append(structs.replace(prefill, adapters=self.prefill.adapters))
-        return ClusterReport(
-            name=self.name,
-            healthy=len(self.down) < len(self.engines),
-            queue_depth=0,
-            running=0,
-            instances=tuple(instances),
-            encode=self.stage,
-        )
-
-    async def drain(self, instance: str, *, leader: int = 0) -> None: ...
-
-    async def resume(self, instance: str, *, leader: int = 0) -> None: ...
+        healthy = len(self.down) < len(self.engines)
+        return cluster(self.name, *instances, healthy=healthy, encode=self.stage)
 
     async def set_role(self, instance: str, change: RoleChange, *, leader: int = 0) -> RoleStatus:
         raise RoleRefused(f"{self.name}: {instance} never changes")
-
-    async def change_members(self, order: MemberOrder) -> None:
-        self.orders.append(order)
-
-    async def time_prefills(self, order: TimingOrder) -> TimedPrefills:
-        self.timings.append(order)
-        return self.timed
-
-    async def close(self) -> None: ...
 
     def _fits(self, engine: str, layouts: Sequence[str]) -> bool:
         return not layouts or self.layouts.get(engine, "") in ("", *layouts)
@@ -223,16 +228,16 @@ class FakePd:
         return usable
 
 
-class FakePrefill:
+class FakePrefill(_Front, PrefillCluster):
     """A prefill cluster front whose KVCache lands at once when `gate` is open."""
 
+    name = ""
+
     def __init__(self, name: str, *pds: FakePd) -> None:
+        super().__init__()
         self.name = name
         self.pds = pds
         self.jobs: list[PrefillJob] = []
-        self.orders: list[MemberOrder] = []
-        self.timings: list[TimingOrder] = []
-        self.timed = TimedPrefills(reason="nothing to time here")
         self.num_cancelled = 0
         self.num_running = 0
         self.error: Exception | None = None
@@ -242,9 +247,6 @@ class FakePrefill:
         self.is_healthy = True
         self.layout = ""
         """The fingerprint of its KVCache layout; "": it does not say."""
-        self.num_reports = 0
-        self.set_report: ClusterReport | None = None
-        """What a test lets it report in place of its own state."""
         self.started = asyncio.Event()
         self.gate = asyncio.Event()
         self.gate.set()
@@ -284,53 +286,20 @@ class FakePrefill:
             cached_tokens=self.cached_tokens,
         )
 
-    async def report(self) -> ClusterReport:
-        self.num_reports += 1
-        if self.set_report is not None:
-            return self.set_report
-        return ClusterReport(
-            name=self.name,
-            healthy=self.is_healthy,
-            queue_depth=0,
-            running=self.num_running,
-            instances=(
-                structs.replace(
-                    report("prefill", f"{self.name}-0", self.is_healthy),
-                    adapters=self.adapters,
-                    layout_fingerprint=self.layout,
-                ),
-            ),
-            max_queued=64,
+    def state(self) -> ClusterReport:
+        instance = structs.replace(
+            report("prefill", f"{self.name}-0", self.is_healthy),
+            adapters=self.adapters,
+            layout_fingerprint=self.layout,
         )
-
-    async def drain(self, instance: str) -> None: ...
-
-    async def resume(self, instance: str) -> None: ...
-
-    async def change_members(self, order: MemberOrder) -> None:
-        self.orders.append(order)
-
-    async def time_prefills(self, order: TimingOrder) -> TimedPrefills:
-        self.timings.append(order)
-        return self.timed
-
-    async def close(self) -> None: ...
+        changes = {"healthy": self.is_healthy, "running": self.num_running, "max_queued": 64}
+        return cluster(self.name, instance, **changes)
 
 
 def report(role: Any, name: str, healthy: bool, cache: CacheModel | None = None) -> InstanceReport:
     """Every instance has a node of its own name, whose agent is at NAME:1."""
-    return InstanceReport(
-        name=name,
-        role=role,
-        model="tiny",
-        healthy=healthy,
-        draining=False,
-        running=0,
-        max_concurrent=4,
-        node=f"{name}:1",
-        node_name=name,
-        cache=cache,
-    )
+    where = {"node": f"{name}:1", "node_name": name}
+    return report_cases.instance(name, role, model="tiny", healthy=healthy, cache=cache, **where)
 
 
 class Region:
@@ -344,6 +313,7 @@ class Region:
         self.engines = [engine for pd in pds for engine in pd.engines.values()]
         self.prefill: dict[str, FakePrefill] = {}
         self.session: aiohttp.ClientSession = session
+        self.until = eventually
 
     @property
     def engine(self) -> OpenAiEngine:
@@ -367,16 +337,9 @@ class Region:
 
     async def record(self) -> Any:
         """The latest record, once nothing about it changes any more."""
-        async with asyncio.timeout(20):
-            while not (latest := self.gateway.records) or not latest[-1].is_settled:
-                await asyncio.sleep(0.005)
-        return latest[-1]
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait for what happens in the background."""
-        async with asyncio.timeout(20):
-            while not holds():
-                await asyncio.sleep(0.005)
+        records = self.gateway.records
+        await eventually(lambda: records and records[-1].is_settled)
+        return records[-1]
 
     async def heard(self) -> None:
         """Wait until the gateway knows of every cluster what it is now."""
@@ -419,12 +382,13 @@ async def open_region(
     fronts = list(around.pds.values()) if around else []
     for index, name in enumerate(() if around else pds):
         prefix = f"{name}-" if index and not same_names else ""
-        engines = [OpenAiEngine(f"{prefix}d{number}") for number in range(num_engines)]
-        for engine in engines:
-            await engine.start()
-        fronts.append(FakePd(engines, name, index))
+        names = [f"{prefix}d{number}" for number in range(num_engines)]
+        engines = [await OpenAiEngine(name).start() for name in names]
+        fronts.append(FakePd(engines, name, index))  # type: ignore[abstract]
         fronts[-1].cache_model = cache_model
-    clusters = around.prefill if around else {name: FakePrefill(name, *fronts) for name in prefill}
+    clusters = around.prefill if around else {}
+    for name in () if around else prefill:
+        clusters[name] = FakePrefill(name, *fronts)  # type: ignore[abstract]
     settings: dict[str, Any] = {
         "port": 0,
         "models": (ModelConfig(name="tiny", max_model_len=8192),),

@@ -4,8 +4,11 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgspec
+import report_cases
+from report_cases import cluster
 
 from deploy.gateway.scheduling.scheduler import RegionScheduler
 from netmon.region_link import LinkView
@@ -33,22 +36,10 @@ STEP_S = 0.025
 SLOTS = 20
 
 
-def instance(name: str, role: Role, **changes: object) -> InstanceReport:
-    usual = InstanceReport(
-        name=name,
-        role=role,
-        model=MODEL,
-        healthy=True,
-        draining=False,
-        running=SLOTS,  # busy, so that it may be helped by another one
-        max_concurrent=8,
-        decode_slots=SLOTS,
-    )
-    return msgspec.structs.replace(usual, **changes)
-
-
-def cluster(name: str, *instances: InstanceReport) -> ClusterReport:
-    return ClusterReport(name=name, healthy=True, queue_depth=0, running=0, instances=instances)
+# Busy, so that it may be helped by another one.
+instance = partial(
+    report_cases.instance, model=MODEL, running=SLOTS, max_concurrent=8, decode_slots=SLOTS
+)
 
 
 def numbered(name: str, role: Role, num: int) -> tuple[InstanceReport, ...]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import report_cases
+
 from deploy.gateway.scheduling.config import RoutingSection
 from deploy.gateway.scheduling.scheduler import RegionScheduler
 from netmon.region_link import LinkView
@@ -16,27 +18,16 @@ MODEL = "tiny"
 FAST_LINK = LinkView(available_bytes_per_s=1e9, rtt_s=0.02)
 
 
+report = report_cases.cluster
+
+
 def instance(name: str, role: Any = "prefill", **fields: Any) -> InstanceReport:
-    values: dict[str, Any] = {
-        "name": name,
-        "role": role,
-        "model": MODEL,
-        "healthy": True,
-        "draining": False,
-        "running": 0,
-        "max_concurrent": 2,
-    }
-    return InstanceReport(**(values | fields))
+    return report_cases.instance(name, role, **({"model": MODEL, "max_concurrent": 2} | fields))
 
 
 def job(name: str, tokens: int = 1000, for_s: float = 0.0, **fields: Any) -> JobReport:
     values: dict[str, Any] = {"num_tokens": tokens, "uncached_tokens": tokens}
     return JobReport(transfer_id=name, for_s=for_s, **(values | fields))
-
-
-def report(name: str, *instances: InstanceReport, **fields: Any) -> ClusterReport:
-    values: dict[str, Any] = {"healthy": True, "queue_depth": 0, "running": 0}
-    return ClusterReport(name=name, instances=instances, **(values | fields))
 
 
 class Region:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import grpc
+from eventually import eventually
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
@@ -80,10 +79,11 @@ class OtlpReceiver(TraceServiceServicer):
         there twice is wanted twice.
         """
         names = Counter(wanted)
-        deadline_s = time.monotonic() + timeout_s
-        while missing := names - Counter(span.name for span in self.of_trace(trace_id)):
-            assert time.monotonic() < deadline_s, f"never came: {dict(missing)}"
-            await asyncio.sleep(0.05)
+        await eventually(
+            lambda: names - Counter(span.name for span in self.of_trace(trace_id)),
+            lambda missing: not missing,
+            timeout_s=timeout_s,
+        )
         return self.of_trace(trace_id)
 
 

@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 
 from gateway_region import report
 from msgspec import structs
+from report_cases import cluster
 
 from deploy.gateway.links.region_links import LinksOverview, RegionLinks
 from netmon.estimate import LinkCondition
@@ -57,13 +58,7 @@ def with_instances(front: Any, roles: Sequence[Any]) -> None:
         for number, role in enumerate(roles)
     )
 
-    front.set_report = ClusterReport(
-        name=front.name,
-        healthy=True,
-        queue_depth=2,
-        running=len(instances),
-        instances=instances,
-    )
+    front.set_report = cluster(front.name, *instances, queue_depth=2, running=len(instances))
 
 
 def _no_agent(target: str) -> NoReturn:

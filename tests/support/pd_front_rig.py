@@ -6,21 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-from front_access import started_pd
-from front_doubles import (
-    FakeAgent,
-    FakeEngine,
-    prefill_job,
-)
-from prometheus_client import CollectorRegistry
+from front_access import pd_cluster, running, started_pd
+from front_doubles import FakeAgent, FakeEngine, prefill_job
 
 from kvmanager.agent.messages import Reserve
 from local_pd.cluster import PdCluster
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
 from local_pd.messages import DecodeSlot, ReserveRequest
-from local_pd.metrics import PdMetrics
 from prfaas.engines.health import ProbeTiming
-from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.prefill_run import RunnerConfig
 from prfaas.jobs import PrefillJob
@@ -75,26 +68,15 @@ class PdRig:
 async def make_rig(kind: str, config: PdClusterConfig = CONFIG) -> AsyncIterator[PdRig]:
     rig = PdRig()
     async with AsyncExitStack() as stack:
-        rig.nodes = [await FakeAgent("d0", "p0").start(), await FakeAgent("d1").start()]
+        rig.nodes = [await running(stack, FakeAgent(*names)) for names in (("d0", "p0"), ("d1",))]
         specs = []
         for name, role in ROLES.items():
             agent = rig.nodes[1] if name == "d1" else rig.nodes[0]
-            engine = rig.engines[name] = await FakeEngine(agent).start()
-            stack.push_async_callback(engine.stop)
-            specs.append(
-                InstanceSpec.model_validate(
-                    {"name": name, "url": engine.url, "agent": agent.target, "role": role}
-                )
-            )
-        for node in rig.nodes:
-            stack.push_async_callback(node.stop)
-        rig.embedded = EmbeddedPdCluster(
-            "west",
-            specs,
-            replace(config, keep_leases=kind == "embedded"),
-            metrics=PdMetrics(CollectorRegistry()),
-        )
+            engine = rig.engines[name] = await running(stack, FakeEngine(agent))
+            specs.append(engine.spec(name, role))
+        config = replace(config, keep_leases=kind == "embedded")
+        rig.embedded = pd_cluster("west", specs, config)
         rig.front = await started_pd(stack, kind, rig.embedded)
         yield rig
         for engine in rig.engines.values():
-            engine.may_answer.set()
+            engine.first_token.set()

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import yaml
+from eventually import wait_until
 from free_ports import free_port
-from region_hosts import wait_for
 
 needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None,
@@ -70,7 +70,7 @@ def running_prometheus(rendered: Path, data: Path, every_s: float) -> Iterator[P
         )
     try:
         server = Prometheus(f"http://{at}")
-        wait_for(lambda: _is_ready(server, process), "Prometheus serves")
+        wait_until(lambda: _is_ready(server, process), what="Prometheus serves")
         yield server
     finally:
         process.terminate()

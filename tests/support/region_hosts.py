@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +18,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 120.0
-
-
-def wait_for(condition: Callable[[], object], what: object, patience_s: float = PATIENCE_S) -> None:
-    """Poll until the condition holds; AssertionError with `what` when the time is over."""
-    deadline_s = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.05)
 
 
 def prfaas(*words: str) -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+import report_cases
+
 from local_pd.errors import RoleRefused
 from prfaas.engines.errors import UnknownInstance
 from scheduler.live.long_term.conversion import RoleChange, RoleStatus, applied
@@ -44,21 +46,12 @@ class FakeCluster:
     def latest(self) -> ClusterReport | None:
         if self.is_silent:
             return None
-        return ClusterReport(
-            name=self.name,
-            healthy=True,
-            queue_depth=0,
-            running=0,
-            instances=tuple(_report(name, item) for name, item in self.instances.items()),
-        )
+        instances = (_report(name, item) for name, item in self.instances.items())
+        return report_cases.cluster(self.name, *instances)
 
     async def report(self) -> ClusterReport:
-        latest = self.latest()
-        if latest is not None:
-            return latest
-        return ClusterReport(
-            name=self.name, healthy=False, queue_depth=0, running=0, instances=(), reason="gone"
-        )
+        gone = report_cases.cluster(self.name, healthy=False, reason="gone")
+        return self.latest() or gone
 
     async def drain(self, instance: str, *, leader: int = 0) -> None:
         self._heard(leader)
@@ -110,15 +103,14 @@ def drained(cluster: FakeCluster, instance: str) -> None:
 
 
 def _report(name: str, item: FakeInstance) -> InstanceReport:
-    return InstanceReport(
-        name=name,
-        role=item.role,
+    return report_cases.instance(
+        name,
+        item.role,
         role_epoch=item.epoch,
         role_ready=not item.draining,
         model=item.model,
         healthy=item.healthy,
         draining=item.draining,
         running=item.running,
-        max_concurrent=4,
         roles=item.roles,
     )

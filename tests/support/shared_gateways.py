@@ -1,10 +1,10 @@
 """Several gateways of one region, around the same engines, that share through a Redis server."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+from eventually import eventually
 from gateway_region import Region
 
 from deploy.gateway.config import SharedSection
@@ -12,13 +12,6 @@ from deploy.gateway.sharing.overview import SharingOverview
 from deploy.gateway.sharing.redis_region import region_at
 
 MODEL = "tiny"
-LIMIT_S = 60
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
@@ -36,8 +29,8 @@ async def gateways(
                 **config,
             )
             found.append(await stack.enter_async_context(opened))
-        await until(lambda: all(page(item).state == "joined" for item in found))
-        await until(lambda: all(len(page(item).peers) == num - 1 for item in found))
+        await eventually(lambda: all(page(item).state == "joined" for item in found))
+        await eventually(lambda: all(len(page(item).peers) == num - 1 for item in found))
         yield found
 
 
@@ -65,9 +58,7 @@ async def ask(region: Region, num: int, **fields: Any) -> None:
 
 async def served(region: Region) -> None:
     """Wait until a request is let in: the end of one is told to the other gateway soon."""
-    async with asyncio.timeout(LIMIT_S):
-        while (await region.post(body()))[0] != 200:
-            await asyncio.sleep(0.05)
+    await eventually(lambda: region.post(body()), lambda answer: answer[0] == 200)
 
 
 def limited(**limit: Any) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engine_module import install
 from region_hosts import RegionHost, make_keys
-from standin_engine import install
 
 MADE = "made"
 """The folder of what `prfaas certs init` made."""

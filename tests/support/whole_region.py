@@ -10,25 +10,23 @@ from typing import Any
 
 import aiohttp
 from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine
+from eventually import eventually
+from front_access import gateway_url, pd_cluster, prefill_cluster, ready, running
 from front_doubles import FakeEngine as PrefillEngine
 from live_region_cases import snapshot
-from prometheus_client import CollectorRegistry
 from untimed_gateway import UNTIMED
 
 from deploy.gateway.app import Gateway
 from deploy.gateway.config import GatewayConfig, ModelConfig
 from deploy.gateway.intake.traced import RequestTraces
-from deploy.gateway.server import start_server
 from kvmanager.agent.messages import StatusReply
 from kvmanager.config_files.traces import TracesSection, open_tracer
 from kvmanager.load_times import LoadTimes
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
-from local_pd.metrics import PdMetrics
-from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
+from prfaas.embedded import PrefillClusterConfig
 from prfaas.engines.health import ProbeTiming
 from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
-from prfaas.metrics import PrefillMetrics
 
 PROBING = InstancesConfig(probes=ProbeTiming(interval_s=0.2, start_interval_s=0.1), poll_load=True)
 BODY = {"model": "tiny", "prompt": "x" * 300}
@@ -67,14 +65,8 @@ class Whole:
 
     def fill(self, body: dict[str, Any]) -> None:
         """What the connector does while the prefill runs."""
-        params = body["kv_transfer_params"]["prfaas"]
-        opening = bytes.fromhex(params["transfer_id"]), params["attempt"]
-        self.producer.client.attach(*opening)
         self.sent = os.urandom(self.nbytes)
-        self.producer.write(params["attempt"], self.sent)
-        self.producer.client.ready(*opening, [(0, int(self.nbytes * self.share))])
-        if self.share == 1.0:
-            self.producer.client.prefill_end(*opening)
+        self.producer.fill(body["kv_transfer_params"]["prfaas"], self.sent, self.share)
 
     async def load(self, params: dict[str, Any]) -> str:
         """What the connector does before a decode."""
@@ -97,23 +89,19 @@ class Whole:
         return SMALL_LAYOUT.transfer_bytes(len(BODY["prompt"]) - 1)
 
     async def memory_is_back(self) -> None:
-        async with asyncio.timeout(15):
-            while (await self.agent_status()).landing_bytes:
-                await asyncio.sleep(0.05)
+        await eventually(self.agent_status, lambda status: not status.landing_bytes)
 
     async def routing_sees(self, is_enough: Callable[[float], bool]) -> None:
         """Wait until a request would find so much room for its landing."""
-        async with asyncio.timeout(10):
-            while (room := snapshot(self.gateway.scheduler, "tiny").landing_room_bytes) is None or (
-                not is_enough(room)
-            ):
-                await asyncio.sleep(0.05)
+        await eventually(
+            lambda: snapshot(self.gateway.scheduler, "tiny").landing_room_bytes,
+            lambda room: room is not None and is_enough(room),
+        )
 
     async def record(self) -> Any:
-        async with asyncio.timeout(10):
-            while not (latest := self.gateway.records) or not latest[-1].is_settled:
-                await asyncio.sleep(0.01)
-        return latest[-1]
+        records = self.gateway.records
+        await eventually(lambda: records and records[-1].is_settled)
+        return records[-1]
 
 
 def spec(name: str, url: str, agent: AgentProcess, role: str) -> InstanceSpec:
@@ -141,28 +129,15 @@ async def whole_region(
         made.receiving = stack.enter_context(receiving)
         made.producer = stack.enter_context(DrivenEngine(made.sending, "p0"))
         made.consumer = stack.enter_context(DrivenEngine(made.receiving, "d0"))
-        stack.callback(made.prefiller.may_answer.set)
-        await made.prefiller.start()
-        stack.push_async_callback(made.prefiller.stop)
+        stack.callback(made.prefiller.first_token.set)
+        await running(stack, made.prefiller)
         made.prefiller.before_answer = made.fill
-        prefill = EmbeddedPrefillCluster(
-            "far",
-            [spec("p0", made.prefiller.url, made.sending, "prefill")],
-            PrefillClusterConfig(instances=PROBING),
-            metrics=PrefillMetrics(CollectorRegistry()),
-            tracer=tracers[1],
-        )
-        made.pd = EmbeddedPdCluster(
-            "home",
-            [spec("d0", engine.url, made.receiving, "both")],
-            PdClusterConfig(instances=PROBING),
-            metrics=PdMetrics(CollectorRegistry()),
-            tracer=tracers[2],
-        )
-        for front in (prefill, made.pd):
-            await front.start()
-            stack.push_async_callback(front.close)
-            await front.wait_ready(20)
+        specs = [spec("p0", made.prefiller.url, made.sending, "prefill")]
+        settings = PrefillClusterConfig(instances=PROBING)
+        prefill = prefill_cluster("far", specs, settings, tracer=tracers[1])
+        specs = [spec("d0", engine.url, made.receiving, "both")]
+        made.pd = pd_cluster("home", specs, PdClusterConfig(instances=PROBING), tracer=tracers[2])
+        await ready(stack, prefill, made.pd)
         config = GatewayConfig(
             port=0,
             models=(ModelConfig(name="tiny"),),
@@ -177,10 +152,7 @@ async def whole_region(
             {("far", "home"): "far-to-home"},
             traces=RequestTraces(tracers[0]),
         )
-        runner = await start_server(made.gateway)
-        stack.push_async_callback(runner.cleanup)
-        host, port = runner.addresses[0][:2]
-        made.url = f"http://{host}:{port}/v1/completions"
+        made.url = await gateway_url(stack, made.gateway) + "/v1/completions"
         yield made
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
+from eventually import eventually
 from free_ports import free_port
 
 from deploy.region.launch.ports import can_listen
@@ -66,12 +67,7 @@ def layout_format(tree: Path) -> str:
 
 
 async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            while not await condition():
-                await asyncio.sleep(0.1)
-    except TimeoutError:
-        raise AssertionError(f"not within {PATIENCE_S:g} s: {what}") from None
+    await eventually(condition, what=what, timeout_s=PATIENCE_S)
 
 
 @dataclass

@@ -1,8 +1,10 @@
 """LoRA adapters at the gateway: their names, and where one of a name has the same weights."""
 
+from functools import partial
 from typing import Any
 
 import pytest
+import report_cases
 from pydantic import ValidationError
 
 from deploy.gateway.cache.cached_prompt import PromptKeys
@@ -19,20 +21,11 @@ TINY = ModelConfig(
 
 
 def instance(name: str, identity: str | None = None, **changes: Any) -> InstanceReport:
-    fields: dict[str, Any] = {
-        "role": "both",
-        "model": "tiny",
-        "healthy": True,
-        "draining": False,
-        "running": 0,
-        "max_concurrent": 4,
-        "adapters": {} if identity is None else {"poet": identity},
-    }
-    return InstanceReport(name=name, **(fields | changes))
+    adapters = {} if identity is None else {"poet": identity}
+    return report_cases.instance(name, **({"model": "tiny", "adapters": adapters} | changes))
 
 
-def cluster(*instances: InstanceReport) -> ClusterReport:
-    return ClusterReport(name="c", healthy=True, queue_depth=0, running=0, instances=instances)
+cluster = partial(report_cases.cluster, "c")
 
 
 def test_an_adapter_is_a_model_whose_parent_is_its_base() -> None:

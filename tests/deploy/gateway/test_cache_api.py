@@ -1,6 +1,7 @@
 """What /prfaas/cache answers, from what agents and the directory say."""
 
 from msgspec import structs
+from report_cases import agent_status
 
 from deploy.gateway.cache.api import KeyNames, explanation, hot_prefixes, node_caches
 from deploy.gateway.cache.cached_prompt import CachedPrompt, CachePlaces, PdNodes, prompt_keys
@@ -22,23 +23,7 @@ MODEL = CacheModel("ab" * 16, 64, [(0, 6400, 0), (1, 6400, 128), (2, 5000, 0)])
 
 
 def status(cache: CacheStatus | None) -> StatusReply:
-    return StatusReply(
-        arena_bytes=1 << 30,
-        block_bytes=65536,
-        free_bytes=0,
-        landing_bytes=0,
-        landing_cap_bytes=1 << 30,
-        outbox_bytes=0,
-        num_landings={},
-        num_outboxes={},
-        engines=[],
-        links=[],
-        num_received_connections=0,
-        uptime_s=1.0,
-        pid=2,
-        data_endpoint="127.0.0.1:7100",
-        cache=cache,
-    )
+    return agent_status(free_bytes=0, cache=cache)
 
 
 def test_every_node_is_listed_with_what_is_known_of_it() -> None:

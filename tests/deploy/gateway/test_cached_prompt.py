@@ -3,13 +3,15 @@
 from typing import Any
 
 import msgspec
+import report_cases
+from report_cases import cluster
 
 from deploy.gateway.cache.cached_prompt import CachedPrompt, CachePlaces, places_of, prompt_keys
 from kvmanager.agent.messages import CacheModel
 from kvmanager.directory.messages import Hit, NodeCoverage, NodeName
 from kvmanager.hashing import block_keys, join_keys, root_key
 from kvmanager.token_ids import TokenIds
-from scheduler.reports import ClusterReport, InstanceReport
+from scheduler.reports import InstanceReport
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, PdCached, RequestShape
 
 NAMESPACE = "ab" * 16
@@ -124,7 +126,9 @@ async def test_a_shape_takes_what_is_known() -> None:
 
 async def test_what_other_pd_clusters_hold_counts_for_prompts_that_decode_there() -> None:
     reports = [
-        report(name, instance(f"{name}-d", "decode", cache=MODEL), instance(f"{name}-p", "prefill"))
+        cluster(
+            name, instance(f"{name}-d", "decode", cache=MODEL), instance(f"{name}-p", "prefill")
+        )
         for name in ("home", "north", "south")
     ]
     places = places_of(reports[0], {}, "tiny", other_pds=reports[1:])
@@ -142,7 +146,7 @@ async def test_what_other_pd_clusters_hold_counts_for_prompts_that_decode_there(
 
 
 def test_the_cache_of_a_home_that_does_not_report_is_known_from_others() -> None:
-    north = report("north", instance("d", "decode", cache=MODEL))
+    north = cluster("north", instance("d", "decode", cache=MODEL))
     places = places_of(None, {}, "tiny", other_pds=[None, north])
     assert (places.pd_cluster, places.model, dict(places.decode_nodes)) == ("", MODEL, {})
     assert dict(places.at("north").decode_nodes) == {"d": "d:1"}
@@ -156,27 +160,13 @@ async def test_what_a_landing_holds_is_saved_without_windows_and_states() -> Non
 
 
 def instance(name: str, role: Any = "both", **fields: Any) -> InstanceReport:
-    values = {
-        "name": name,
-        "role": role,
-        "model": "tiny",
-        "healthy": True,
-        "draining": False,
-        "running": 0,
-        "max_concurrent": 1,
-        "node": f"{name}:1",
-        "node_name": name,
-    }
-    return InstanceReport(**(values | fields))
-
-
-def report(name: str, *instances: InstanceReport) -> ClusterReport:
-    return ClusterReport(name=name, healthy=True, queue_depth=0, running=0, instances=instances)
+    values = {"model": "tiny", "node": f"{name}:1", "node_name": name}
+    return report_cases.instance(name, role, **(values | fields))
 
 
 def test_places_are_of_instances_that_serve_the_model() -> None:
     other = CacheModel("cd" * 16, 128, [])
-    home = report(
+    home = cluster(
         "home",
         instance("p", "prefill", cache=other),
         instance("d", "decode", cache=MODEL),
@@ -185,7 +175,7 @@ def test_places_are_of_instances_that_serve_the_model() -> None:
         instance("out", draining=True),
         instance("else", model="big"),
     )
-    far = report("far", instance("a", "prefill", node_name=""))
+    far = cluster("far", instance("a", "prefill", node_name=""))
     places = places_of(home, {"far": far, "silent": None}, "tiny")
     assert places.pd_cluster == "home"
     # What decodes says how prompts are cached.
@@ -201,22 +191,22 @@ def test_places_are_of_instances_that_serve_the_model() -> None:
 def test_engines_that_have_said_what_they_have_and_cache_nothing_leave_nothing_to_look_up() -> None:
     silent, said = instance("d"), instance("d", layout_fingerprint="f")
     assert not places_of(None, {}, "tiny").caches_nothing
-    assert not places_of(report("home", silent), {}, "tiny").caches_nothing
-    assert not places_of(report("home", said, instance("e")), {}, "tiny").caches_nothing
-    assert places_of(report("home", said), {}, "tiny").caches_nothing
+    assert not places_of(cluster("home", silent), {}, "tiny").caches_nothing
+    assert not places_of(cluster("home", said, instance("e")), {}, "tiny").caches_nothing
+    assert places_of(cluster("home", said), {}, "tiny").caches_nothing
     caching = instance("e", layout_fingerprint="f", cache=MODEL)
-    assert not places_of(report("home", said, caching), {}, "tiny").caches_nothing
+    assert not places_of(cluster("home", said, caching), {}, "tiny").caches_nothing
 
 
 def test_a_cluster_of_prefill_instances_alone_serves_whole_with_them() -> None:
-    places = places_of(report("home", instance("p", "prefill", cache=MODEL)), {}, "")
+    places = places_of(cluster("home", instance("p", "prefill", cache=MODEL)), {}, "")
     assert dict(places.decode_nodes) == {"p": "p:1"}
     assert places.model == MODEL
 
 
 def test_with_several_models_an_instance_that_names_none_is_no_place_to_look() -> None:
     nameless = msgspec.structs.replace(instance("d", "both", cache=MODEL), model="")
-    home = report("home", nameless)
+    home = cluster("home", nameless)
     # The name may be that of an adapter, whose KVCache has other keys.
     assert places_of(home, {"far": home}, "tiny") == CachePlaces("home", prefill_nodes={"far": {}})
     for places in (places_of(home, {}, ""), places_of(home, {}, "tiny", is_only_model=True)):

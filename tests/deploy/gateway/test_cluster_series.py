@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from prometheus_client import CollectorRegistry
+from report_cases import cluster, instance
 
 from deploy.gateway.series.clusters import ClusterSeries
-from scheduler.reports import ClusterReport, InstanceReport
+from scheduler.reports import ClusterReport
 
-
-def instance(name: str, role: Any, **fields: Any) -> InstanceReport:
-    values = {"model": "m", "healthy": True, "draining": False, "running": 0, "max_concurrent": 4}
-    return InstanceReport(name=name, role=role, **(values | fields))
-
-
-HOME = ClusterReport(
-    name="home",
-    healthy=True,
+HOME = cluster(
+    "home",
+    instance("p0", "prefill", num_waiting=1, num_running=2),
+    instance("d0", "decode", num_waiting=4, num_running=8),
+    instance("d1", "decode", draining=True),
+    instance("d2", "decode", healthy=False, draining=True),
     queue_depth=3,
     running=5,
     queued_tokens=700,
-    instances=(
-        instance("p0", "prefill", num_waiting=1, num_running=2),
-        instance("d0", "decode", num_waiting=4, num_running=8),
-        instance("d1", "decode", draining=True),
-        instance("d2", "decode", healthy=False, draining=True),
-    ),
 )
 
 
@@ -34,9 +24,7 @@ def test_queues_and_instances_by_state() -> None:
     reports: dict[str, ClusterReport | None] = {
         "home": HOME,
         "old": None,
-        "mute": ClusterReport(
-            name="mute", healthy=False, queue_depth=9, running=0, instances=(), heard=False
-        ),
+        "mute": cluster("mute", healthy=False, queue_depth=9, heard=False),
     }
     leads = True
     registry = CollectorRegistry()

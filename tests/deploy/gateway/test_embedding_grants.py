@@ -1,10 +1,12 @@
 """Grants for moves of embeddings."""
 
+from report_cases import cluster, instance
+
 from deploy.gateway.grants import embedding_grant
 from kvmanager.agent.grants import embedding_pull
 from kvmanager.embedding_keys import embedding_key
 from kvmanager.hashing import split_keys
-from scheduler.reports import ClusterReport, EncodeReport, InstanceReport
+from scheduler.reports import ClusterReport, EncodeReport
 
 STAGE = EncodeReport()
 
@@ -21,22 +23,8 @@ class Signing:
 
 
 def report(*encoders: str, encode: EncodeReport | None = STAGE) -> ClusterReport:
-    instances = tuple(
-        InstanceReport(
-            name=f"i{number}",
-            role="prefill",
-            model="",
-            healthy=True,
-            draining=False,
-            running=0,
-            max_concurrent=1,
-            encoder=encoder,
-        )
-        for number, encoder in enumerate(encoders)
-    )
-    return ClusterReport(
-        name="c", healthy=True, queue_depth=0, running=0, instances=instances, encode=encode
-    )
+    instances = (instance(f"i{number}", encoder=one) for number, one in enumerate(encoders))
+    return cluster("c", *instances, encode=encode)
 
 
 def test_a_grant_is_for_the_media_at_all_encoders_of_the_cluster() -> None:

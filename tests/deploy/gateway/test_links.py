@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
+from eventually import eventually
 from link_cases import path_report
 from msgspec import structs
+from report_cases import on_nodes
 
 from deploy.gateway.links.region_links import SAME_S, RegionLinks
 from kvmanager.agent.links.messages import LinkFeed, SendLinkProbeReply, WatchLinks
 from kvmanager.agent.probe_messages import ProbeLandingReply
 from netmon.estimate import PathReport
-from scheduler.reports import ClusterReport, InstanceReport
 from transport.rpc import RpcError
 
 
@@ -66,35 +67,11 @@ class Region:
         )
 
     async def start(self) -> None:
-        await self.links.watch(report("far", a1="a:1"))
-        await self.links.watch(report("home", b1="b:1"))
+        await self.links.watch(on_nodes("far", a1="a:1"))
+        await self.links.watch(on_nodes("home", b1="b:1"))
 
     def say(self, target: str, *reports: PathReport) -> None:
         self.agents[target].answers.put_nowait(list(reports))
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
-            while not condition():
-                await asyncio.sleep(0.001)
-
-
-def report(name: str, **nodes: str) -> ClusterReport:
-    """By node name, the address of its agent."""
-    instances = tuple(
-        InstanceReport(
-            name=f"i-{node}",
-            role="both",
-            model="m",
-            healthy=True,
-            draining=False,
-            running=0,
-            max_concurrent=1,
-            node=target,
-            node_name=node,
-        )
-        for node, target in nodes.items()
-    )
-    return ClusterReport(name=name, healthy=True, queue_depth=0, running=0, instances=instances)
 
 
 @pytest.fixture
@@ -113,7 +90,7 @@ async def test_paths_are_joined_to_links_by_where_they_lead(region: Region) -> N
     region.say(
         "a:1", path_report("tunnel:9", available=9.0, full_age_s=0.1), path_report("elsewhere:1")
     )
-    await region.until(lambda: links.now("far", "home").num_paths == 1)
+    await eventually(lambda: links.now("far", "home").num_paths == 1)
     region.now_s += 2.0
     now = links.now("far", "home")
     assert (now.name, now.available_bytes_per_s, now.age_s) == ("wan", 9.0, 2.0)
@@ -124,7 +101,7 @@ async def test_paths_are_joined_to_links_by_where_they_lead(region: Region) -> N
     assert [(link.source, link.target) for link in overview.links] == [("far", "home")]
     assert overview.errors == {}
     region.say("b:1", path_report("a1:7100", available=3.0, full_age_s=0.1))
-    await region.until(lambda: len(links.overview().links) == 2)
+    await eventually(lambda: len(links.overview().links) == 2)
     assert links.now("home", "far").available_bytes_per_s == 3.0
 
 
@@ -132,14 +109,14 @@ async def test_an_agent_that_does_not_answer_keeps_its_last_words(region: Region
     links = region.links
     region.say("b:1")
     region.say("a:1", path_report("tunnel:9", "congested"))
-    await region.until(lambda: links.now("far", "home").condition == "congested")
+    await eventually(lambda: links.now("far", "home").condition == "congested")
     region.agents["a:1"].answers.put_nowait(RpcError("UNAVAILABLE", "gone"))
-    await region.until(lambda: "far/a1" in links.overview().errors)
+    await eventually(lambda: "far/a1" in links.overview().errors)
     assert links.overview().errors == {"far/a1": "gone"}
     region.now_s += 60.0
     assert links.now("far", "home").age_s == 60.0
     region.say("a:1", path_report("tunnel:9"))
-    await region.until(lambda: not links.overview().errors)
+    await eventually(lambda: not links.overview().errors)
     assert region.agents["a:1"].asked[:3] == [0, 1, 0]
     assert links.now("far", "home").age_s == pytest.approx(0.0)
 
@@ -148,26 +125,26 @@ async def test_nodes_that_are_reported_no_more_are_forgotten(region: Region) -> 
     links = region.links
     region.say("b:1")
     region.say("a:1", path_report("tunnel:9"))
-    await region.until(lambda: links.now("far", "home").num_paths == 1)
-    await links.watch(structs.replace(report("far"), heard=False))  # says nothing
+    await eventually(lambda: links.now("far", "home").num_paths == 1)
+    await links.watch(structs.replace(on_nodes("far"), heard=False))  # says nothing
     assert len(links.overview().paths) == 1
     region.agents["a:2"] = LinkSpeaker("a2:7100")
-    await links.watch(report("far", a2="a:2"))
+    await links.watch(on_nodes("far", a2="a:2"))
     assert links.overview().paths == []
     assert region.agents["a:1"].num_closed == 1
-    await region.until(lambda: len(region.agents["a:2"].asked) > 0)
-    await links.watch(report("far"))
+    await eventually(lambda: len(region.agents["a:2"].asked) > 0)
+    await links.watch(on_nodes("far"))
     assert region.agents["a:2"].num_closed == 1
 
 
 async def test_a_probe_that_is_asked_for_is_sent_once(region: Region) -> None:
     region.say("b:1")
-    await region.until(lambda: len(region.agents["b:1"].asked) == 2)
+    await eventually(lambda: len(region.agents["b:1"].asked) == 2)
     region.say(
         "a:1", path_report("tunnel:9", probe_bytes=4096), path_report("elsewhere:1", probe_bytes=1)
     )
     region.say("a:1", path_report("tunnel:9", probe_bytes=4096))
-    await region.until(lambda: len(region.agents["a:1"].asked) == 3)
+    await eventually(lambda: len(region.agents["a:1"].asked) == 3)
     assert region.agents["a:1"].sent == [(4096, "tunnel", 9)]
 
 
@@ -177,13 +154,13 @@ async def test_a_node_that_says_it_receives_where_another_one_does_is_not_believ
     await region.start()
     region.say("b:1")
     await region.links.wait_heard(0.2)
-    await region.links.watch(report("evil", x1="x:1"))
+    await region.links.watch(on_nodes("evil", x1="x:1"))
     region.say("x:1", path_report("b1:7100"))
-    await region.until(lambda: bool(region.links.overview().errors))
+    await eventually(lambda: bool(region.links.overview().errors))
     assert region.links.overview().errors == {
         "evil/x1": "it says that it receives at b1:7100, as home/b1 does"
     }
     region.say("a:1", path_report("tunnel:9"))
-    await region.until(lambda: bool(region.links.overview().paths))
+    await eventually(lambda: bool(region.links.overview().paths))
     assert [path.to for path in region.links.overview().paths] == ["home/b1"]
     await region.links.close()

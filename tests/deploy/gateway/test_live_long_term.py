@@ -1,6 +1,5 @@
 """The long-term loop's shell in fake time: what it does with decisions, and what it says."""
 
-import asyncio
 import logging
 import math
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from eventually import eventually
 from live_plan_cases import MODEL, LiveRegion, cluster, instance, near, numbered, teach
 from prometheus_client import CollectorRegistry
 
@@ -445,9 +445,10 @@ async def test_it_runs_by_itself_and_an_error_does_not_end_it(live: LiveRegion, 
     service = make(mode="advise", period_s=0.01)
 
     async def decided(reason: str) -> None:
-        async with asyncio.timeout(5):
-            while (last := service.overview().decisions[:1]) == [] or last[0].reason != reason:
-                await asyncio.sleep(0.005)
+        def reasons() -> list[str]:
+            return [item.reason for item in service.overview().decisions[:1]]
+
+        await eventually(reasons, lambda last: last == [reason])
 
     service.start()
     await decided("convert")
@@ -479,9 +480,7 @@ async def test_looks_that_fail_leave_the_decisions_alone(
     service = make(mode="advise")
     service._remember(decision)
     service.start()
-    async with asyncio.timeout(5):
-        while num_looks < 12:
-            await asyncio.sleep(0.001)
+    await eventually(lambda: num_looks >= 12)
     await service.close()
     assert [item.reason for item in service.overview().decisions] == [decision.reason]
     assert caplog.text.count("reports and links could not be looked at") == 2  # once a failure

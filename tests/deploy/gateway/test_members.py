@@ -6,9 +6,11 @@ from types import MappingProxyType
 
 import pytest
 from cache_doubles import FakeDirectory, MovingAgents, coverage
+from eventually import eventually
 from gateway_region import FakePd, FakePrefill, report
 from msgspec import structs
 from prometheus_client import CollectorRegistry
+from report_cases import cluster
 
 from deploy.gateway.cache.cached_prompt import CachedPrompt, CachePlaces, PromptKeys
 from deploy.gateway.cache.moves import CacheMoves, MoveMetrics
@@ -18,7 +20,7 @@ from deploy.gateway.serving.background import Background
 from kvmanager.agent.messages import CacheModel
 from kvmanager.directory.messages import NodeName
 from prfaas.engines.members import LetGo
-from scheduler.reports import ClusterReport
+from scheduler.reports import ClusterReport, InstanceReport
 
 MODEL = CacheModel("ab" * 16, 512, [(0, 1_000_000, 0)])
 KEYS = tuple(bytes([index]) * 16 for index in range(10))
@@ -50,17 +52,11 @@ class Leaving:
         )
 
     def report(self, *leaving: str, names: str = "abc") -> ClusterReport:
-        instances = (report("prefill", name, True) for name in names)
-        return ClusterReport(
-            name="far",
-            healthy=True,
-            queue_depth=0,
-            running=0,
-            instances=tuple(
-                structs.replace(item, leaving=True, draining=True) if item.name in leaving else item
-                for item in instances
-            ),
-        )
+        def one(name: str) -> InstanceReport:
+            leaves = name in leaving
+            return structs.replace(report("prefill", name, True), leaving=leaves, draining=leaves)
+
+        return cluster("far", *map(one, names))
 
     def wanted(self) -> None:
         """A request for the prefix."""
@@ -69,9 +65,7 @@ class Leaving:
         self.placement.looked_up(CachedPrompt(keys, places, (coverage(NODES[0], 8),)))
 
     async def let_go(self) -> None:
-        async with asyncio.timeout(30):
-            while not self.far.orders:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: self.far.orders)
         assert self.far.orders == [LetGo(name="a")]
 
 

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 from cache_doubles import FakeDirectory, MovingAgents, coverage
+from eventually import eventually
 from prometheus_client import CollectorRegistry
+from report_cases import cluster, instance
 
 from deploy.gateway.cache.cached_prompt import CachedPrompt, CachePlaces, PromptKeys
 from deploy.gateway.cache.moves import CacheMoves, MoveMetrics
@@ -15,7 +17,6 @@ from kvmanager.agent.messages import CacheModel
 from kvmanager.directory.messages import NodeCoverage, NodeName
 from scheduler.live.core import Event
 from scheduler.live.feedback import CacheMoveBegun, CacheMoveOver
-from scheduler.reports import ClusterReport, InstanceReport
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, CacheMove, MoveReason, Reason
 from scheduler.routing.replication import NodeLoad
 from scheduler.routing.short_term import RouteDecision
@@ -85,9 +86,7 @@ def count(moves: CacheMoves, kind: str, outcome: str) -> float:
 
 
 async def settled(moves: CacheMoves) -> None:
-    async with asyncio.timeout(5):
-        while moves.moving:
-            await asyncio.sleep(0.01)
+    await eventually(lambda: not moves.moving)
 
 
 def route(target: str, source: str, reason: MoveReason = MoveReason.PAYS) -> RouteDecision:
@@ -271,9 +270,7 @@ class TestPlacement:
     ) -> None:
         placement.start()
         self.routed(placement, directory, 30)
-        async with asyncio.timeout(5):
-            while not world.sent:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: world.sent)
 
     async def test_prompts_of_which_nothing_is_cached_count_for_nothing(
         self, placement: PrefixPlacement
@@ -284,29 +281,12 @@ class TestPlacement:
 
 
 def test_loads_are_those_of_a_nodes_instances_together() -> None:
-    def instance(name: str, node: str, running: int, *, healthy: bool = True) -> InstanceReport:
-        return InstanceReport(
-            name=name,
-            role="both",
-            model="m",
-            healthy=healthy,
-            draining=False,
-            running=running,
-            max_concurrent=8,
-            node=node,
-        )
-
-    report = ClusterReport(
-        name="pd",
-        healthy=True,
-        queue_depth=0,
-        running=0,
-        instances=(
-            instance("1", "a:1", 2),
-            instance("2", "a:1", 3, healthy=False),
-            instance("3", "b:1", 1, healthy=False),
-            instance("4", "", 9),
-        ),
+    report = cluster(
+        "pd",
+        instance("1", node="a:1", running=2),
+        instance("2", node="a:1", running=3, healthy=False),
+        instance("3", node="b:1", running=1, healthy=False),
+        instance("4", running=9),
     )
     assert node_loads([None, report]) == [
         NodeLoad(cluster="pd", node="a:1", load=5, is_healthy=True),

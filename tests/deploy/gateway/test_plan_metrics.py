@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from msgspec import structs
 from prometheus_client import CollectorRegistry
+from report_cases import cluster, instance
 
 from deploy.gateway.scheduling.plan_metrics import PlanMetrics
 from deploy.gateway.scheduling.plan_overview import PlanDecision
 from scheduler.live.long_term.model_plan import PlanGoal
-from scheduler.reports import ClusterReport, InstanceReport
-
-
-def instance(name: str, role: Any, **fields: Any) -> InstanceReport:
-    values = {"model": "m", "healthy": True, "draining": False, "running": 0, "max_concurrent": 4}
-    return InstanceReport(name=name, role=role, **(values | fields))
-
-
-def cluster(name: str, *instances: InstanceReport, heard: bool = True) -> ClusterReport:
-    return ClusterReport(
-        name=name, healthy=True, queue_depth=0, running=0, instances=instances, heard=heard
-    )
+from scheduler.reports import ClusterReport
 
 
 class Rig:

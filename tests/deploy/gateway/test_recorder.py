@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from eventually import wait_until
 from live_region_cases import MODEL, Region, instance, report, teach
 from prometheus_client import CollectorRegistry
-from transport_loopback import eventually
 from typer.testing import CliRunner
 
 from deploy.gateway.config import RecorderSection
@@ -95,7 +95,7 @@ def test_a_disk_that_is_too_slow_loses_events_and_says_so(
     monkeypatch.setattr(module, "MAX_WAITING_BYTES", 1)
     flight.decide(3)
     monkeypatch.setattr(module, "MAX_WAITING_BYTES", 32 << 20)
-    eventually(flight.has_taken_all)
+    wait_until(flight.has_taken_all)
     flight.decide(20)
     found = flight.played()
     assert (found["lost_events"], found["is_complete"]) == (flight.value("lost_events"), False)
@@ -121,9 +121,9 @@ def test_a_disk_that_fails_is_tried_again(
 
     with monkeypatch.context() as broken:
         broken.setattr(Recorder, "_write_waiting", full)
-        eventually(lambda: "No space left on device" in caplog.text)
+        wait_until(lambda: "No space left on device" in caplog.text)
     flight.decide(5)
-    eventually(flight.has_taken_all)
+    wait_until(flight.has_taken_all)
     flight.decide(5)
     found = flight.played()
     assert found["is_complete"] is False

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import structs
+from report_cases import on_nodes
 
 from deploy.gateway.cache.cached_prompt import CachePlaces
 from deploy.gateway.cache.region_caches import RegionCaches
@@ -11,7 +12,7 @@ from kvmanager.agent.messages import CacheModel
 from kvmanager.directory.messages import NodeCoverage, NodeName, NodeState, ResumeRule
 from kvmanager.embedding_keys import embedding_key
 from kvmanager.token_ids import TokenIds
-from scheduler.reports import ClusterReport, EncodeReport, InstanceReport
+from scheduler.reports import EncodeReport
 
 
 class Directory:
@@ -54,31 +55,12 @@ class Agent:
         self.is_closed = True
 
 
-def report(name: str, **nodes: str) -> ClusterReport:
-    """By node name, the address of its agent."""
-    instances = tuple(
-        InstanceReport(
-            name=f"i-{node}",
-            role="both",
-            model="m",
-            healthy=True,
-            draining=False,
-            running=0,
-            max_concurrent=1,
-            node=target,
-            node_name=node,
-        )
-        for node, target in nodes.items()
-    )
-    return ClusterReport(name=name, healthy=True, queue_depth=0, running=0, instances=instances)
-
-
 async def test_the_nodes_of_a_cluster_that_have_embeddings_of_media_are_named() -> None:
     directory = Directory()
     caches = RegionCaches(directory, no_agent, directory.follow)
-    home = report("home", b1="x:1", b2="x:2", b3="x:3")
+    home = on_nodes("home", b1="x:1", b2="x:2", b3="x:3")
     await caches.watch(home)
-    await caches.watch(report("far", a1="y:1"))
+    await caches.watch(on_nodes("far", a1="y:1"))
     media = ["cat", "dog"]
     instances = tuple(structs.replace(one, encoder="w bf16") for one in home.instances)
     encoding = structs.replace(home, instances=instances, encode=EncodeReport())
@@ -98,10 +80,10 @@ async def test_the_nodes_of_a_cluster_that_have_embeddings_of_media_are_named() 
 async def test_nodes_come_and_go_with_the_reports_of_their_cluster() -> None:
     directory = Directory()
     caches = RegionCaches(directory, no_agent, directory.follow)
-    await caches.watch(report("home", b1="x:1", b2="x:2"))
-    await caches.watch(report("far", a1="y:1"))
-    await caches.watch(report("home", b1="x:1", b2="x:2"))
-    await caches.watch(report("home", b1="x:3"))
+    await caches.watch(on_nodes("home", b1="x:1", b2="x:2"))
+    await caches.watch(on_nodes("far", a1="y:1"))
+    await caches.watch(on_nodes("home", b1="x:1", b2="x:2"))
+    await caches.watch(on_nodes("home", b1="x:3"))
     b1, b2, a1 = NodeName("home", "b1"), NodeName("home", "b2"), NodeName("far", "a1")
     assert directory.followed == [
         {b1: "x:1", b2: "x:2"},
@@ -119,7 +101,7 @@ async def test_connections_to_agents_of_departed_nodes_are_closed() -> None:
 
     caches = RegionCaches(Directory(), open_agent)
     for number in range(5):
-        await caches.watch(report("home", b1=f"x:{number}", b2="y:1"))
+        await caches.watch(on_nodes("home", b1=f"x:{number}", b2="y:1"))
         assert set((await caches.statuses()).values()) == {f"x:{number}", "y:1"}
     still_open = [agent.target for agent in opened if not agent.is_closed]
     assert sorted(still_open) == ["x:4", "y:1"]
@@ -131,12 +113,12 @@ async def test_connections_to_agents_of_departed_nodes_are_closed() -> None:
 async def test_a_front_that_cannot_be_asked_takes_no_node_away() -> None:
     directory = Directory()
     caches = RegionCaches(directory, no_agent, directory.follow)
-    await caches.watch(report("home", b1="x:1"))
-    await caches.watch(structs.replace(report("home"), heard=False))
+    await caches.watch(on_nodes("home", b1="x:1"))
+    await caches.watch(structs.replace(on_nodes("home"), heard=False))
     assert caches.targets == {NodeName("home", "b1"): "x:1"}
     assert len(directory.followed) == 1
     # One that answers and has no instance left takes them away.
-    await caches.watch(report("home"))
+    await caches.watch(on_nodes("home"))
     assert not caches.targets
     assert not directory.followed[-1]
 
@@ -144,7 +126,7 @@ async def test_a_front_that_cannot_be_asked_takes_no_node_away() -> None:
 async def test_nodes_of_older_fronts_are_not_known() -> None:
     directory = Directory()
     caches = RegionCaches(directory, no_agent, directory.follow)
-    await caches.watch(report("home", b1=""))
+    await caches.watch(on_nodes("home", b1=""))
     assert not caches.targets
     assert not directory.followed
 

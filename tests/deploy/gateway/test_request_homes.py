@@ -5,28 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
+from report_cases import cluster, instance
 
 from deploy.gateway.errors import ApiError
 from deploy.gateway.intake.homes import Homes
-from scheduler.reports import ClusterReport, InstanceReport
+from scheduler.reports import ClusterReport
 
 
 def report(name: str, *models: str) -> ClusterReport:
-    instances = (
-        InstanceReport(
-            name=f"{name}-{model}",
-            role="both",
-            model=model,
-            healthy=False,
-            draining=False,
-            running=0,
-            max_concurrent=1,
-        )
-        for model in models
-    )
-    return ClusterReport(
-        name=name, healthy=False, queue_depth=0, running=0, instances=tuple(instances)
-    )
+    instances = (instance(f"{name}-{model}", model=model, healthy=False) for model in models)
+    return cluster(name, *instances, healthy=False)
 
 
 def homes(reports: Mapping[str, ClusterReport | None], default: str = "") -> Homes:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from eventually import eventually
 from prometheus_client import CollectorRegistry
 from role_cluster import FakeCluster, FakeInstance, drained
 
@@ -149,9 +150,7 @@ async def test_an_instance_that_is_still_given_back_is_shown(rig: Rig) -> None:
     rig.pd.errors["drain"] = [FrontUnreachable("away")]
     rig.pd.errors["resume"] = [FrontUnreachable("away")]
     await rig.order(instance="d1", role="prefill")
-    async with asyncio.timeout(5):
-        while rig.pd.errors["resume"]:
-            await asyncio.sleep(0)
+    await eventually(lambda: not rig.pd.errors["resume"])
     shown = await rig.pages.overview()
     assert (shown.conversion, shown.last) == (None, None)
     assert shown.busy_with == "d1 is still being given back"
@@ -159,9 +158,7 @@ async def test_an_instance_that_is_still_given_back_is_shown(rig: Rig) -> None:
 
 async def test_a_caller_that_leaves_does_not_end_the_change(rig: Rig) -> None:
     waiting = asyncio.create_task(rig.order(instance="d1", role="prefill", wait=True))
-    async with asyncio.timeout(5):
-        while not rig.pd.num_draining:
-            await asyncio.sleep(0)
+    await eventually(lambda: rig.pd.num_draining)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     drained(rig.pd, "d1")

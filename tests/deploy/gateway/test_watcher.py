@@ -3,6 +3,8 @@
 import asyncio
 from typing import Any
 
+import report_cases
+
 from deploy.gateway.config import GatewayConfig, ModelConfig
 from deploy.gateway.links.watcher import INCOMPATIBLE, RegionWatcher, without_incompatible
 from deploy.gateway.serving.background import Background
@@ -20,27 +22,12 @@ class Front:
     async def report(self) -> ClusterReport:
         if self.error is not None:
             raise self.error
-        return ClusterReport(
-            name=self.name,
-            healthy=any(item.healthy for item in self.instances),
-            queue_depth=3,
-            running=1,
-            instances=self.instances,
-            max_queued=4,
-        )
+        healthy = any(item.healthy for item in self.instances)
+        return report_cases.cluster(self.name, *self.instances, healthy=healthy, queue_depth=3)
 
 
 def instance(model: str = "tiny", role: Any = "prefill", **fields: Any) -> InstanceReport:
-    values = {
-        "name": "i",
-        "role": role,
-        "model": model,
-        "healthy": True,
-        "draining": False,
-        "running": 0,
-        "max_concurrent": 1,
-    }
-    return InstanceReport(**(values | fields))
+    return report_cases.instance("i", role, model=model, **fields)
 
 
 async def test_views_follow_the_reports_and_grow_stale() -> None:
@@ -68,9 +55,7 @@ async def test_views_follow_the_reports_and_grow_stale() -> None:
 
 def cluster(*instances: InstanceReport) -> ClusterReport:
     healthy = any(item.healthy and not item.draining for item in instances)
-    return ClusterReport(
-        name="c", healthy=healthy, queue_depth=0, running=0, instances=tuple(instances)
-    )
+    return report_cases.cluster("c", *instances, healthy=healthy)
 
 
 def test_instances_whose_kvcache_nobody_can_use_get_no_prompts() -> None:

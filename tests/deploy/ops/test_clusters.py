@@ -5,10 +5,13 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import pytest
+import report_cases
 from fake_gateway import FakeGateway
+from report_cases import cluster
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -19,42 +22,20 @@ from deploy.gateway.sharing.overview import Peer, ProcessNow, SharingOverview
 from deploy.ops.clusters import print_clusters, print_gateways
 from deploy.region import client
 from scheduler.live.thresholds import ThresholdNow
-from scheduler.reports import ClusterReport, InstanceReport
 
 run = CliRunner().invoke
 
 
-def instance(name: str, **fields: object) -> InstanceReport:
-    base = InstanceReport(
-        name=name,
-        role="both",
-        model="m",
-        healthy=True,
-        draining=False,
-        running=2,
-        max_concurrent=4,
-        num_running=1,
-        num_waiting=3,
-        kv_usage=0.25,
-    )
-    return msgspec.structs.replace(base, **fields)
-
-
-HOME = ClusterReport(
-    name="home",
-    healthy=True,
-    queue_depth=0,
+instance = partial(report_cases.instance, running=2, num_running=1, num_waiting=3, kv_usage=0.25)
+HOME = cluster(
+    "home",
+    instance("d0"),
+    instance("d1", healthy=False, reason="engine: no answer", kv_usage=None),
+    instance("d2", draining=True, decode_slots=8),
+    instance("d3", role_ready=False),
     running=2,
-    instances=(
-        instance("d0"),
-        instance("d1", healthy=False, reason="engine: no answer", kv_usage=None),
-        instance("d2", draining=True, decode_slots=8),
-        instance("d3", role_ready=False),
-    ),
 )
-EAST = ClusterReport(
-    name="east", healthy=False, queue_depth=7, running=1, instances=(), max_queued=64, reason="full"
-)
+EAST = cluster("east", healthy=False, queue_depth=7, running=1, max_queued=64, reason="full")
 FOUND = RegionNow(
     threshold_tokens=1024,
     in_flight=5,

@@ -21,6 +21,7 @@ import pytest
 import typer
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from eventually import eventually
 from free_ports import free_port
 from profiling_cases import provenance
 from typer.testing import CliRunner
@@ -358,13 +359,11 @@ async def test_cancelling_drops_the_request_and_keeps_whole_samples() -> None:
         job = asyncio.create_task(
             measure(engine, model, plan, measured, lambda progress: None, random.Random(1))
         )
-        while len(fake.requests) < 3:
-            await asyncio.sleep(0.005)
+        await eventually(lambda: len(fake.requests) >= 3)
         job.cancel()
         with pytest.raises(asyncio.CancelledError):
             await job
-        while not fake.num_aborted:
-            await asyncio.sleep(0.005)
+        await eventually(lambda: fake.num_aborted)
     assert [sample.tokens for sample in measured.prefill] == [1]
 
 

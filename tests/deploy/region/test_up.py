@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from eventually import eventually
 
 from deploy.region.launch.parts import Part, UnknownPart
 from deploy.region.launch.up import _follow
@@ -44,9 +45,7 @@ async def test_a_part_without_a_node_in_the_file_stops_once_it_has_no_work(
 
     following = asyncio.create_task(_follow(file, load, running, again, stop))
     try:
-        async with asyncio.timeout(30):
-            while not (running.is_leaving or "stays as it is" in caplog.text):
-                await asyncio.sleep(0.01)
+        await eventually(lambda: running.is_leaving or "stays as it is" in caplog.text)
         assert running.is_leaving == may_leave
         assert not stop.is_set()
         running.forgotten.set()

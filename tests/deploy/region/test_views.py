@@ -7,6 +7,7 @@ import json
 
 import msgspec
 import pytest
+from report_cases import agent_status
 from rich.console import Console
 from rich.text import Text
 
@@ -16,7 +17,7 @@ from deploy.region.launch.progress import LineView, TableView, line_view, progre
 from deploy.region.launch.rundir import ProcessRecord, RegionState
 from deploy.region.launch.running import ProcessProgress
 from deploy.region.launch.status import ProcessUse, RegionStatus, render_status
-from kvmanager.agent.messages import CacheStatus, EngineStatus, StatusReply
+from kvmanager.agent.messages import CacheStatus, EngineStatus
 
 
 def printed(value: object, width: int = 200) -> str:
@@ -48,21 +49,13 @@ def status(*, launcher_lives: bool = True) -> RegionStatus:
         relays={},
         agents={},
     )
-    agent = StatusReply(
-        arena_bytes=1 << 30,
-        block_bytes=65536,
+    agent = agent_status(
         free_bytes=1 << 29,
         landing_bytes=3 << 20,
-        landing_cap_bytes=1 << 30,
-        outbox_bytes=0,
         num_landings={"receiving": 2, "landed": 0},
-        num_outboxes={},
         engines=[EngineStatus("b1-decode", 2, 1, "layout", "ff")],
-        links=[],
         num_received_connections=8,
-        uptime_s=1.0,
         pid=2,
-        data_endpoint="127.0.0.1:7100",
     )
     way = DirectionReport(10, 10, 0, 0, 0, None, None, None, None)
     link = LinkReport(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from openai_engine import fixed, refusing, streamed
 from raw_client import RawClient
 
 from deploy.gateway.api_keys import ApiKey
@@ -25,21 +26,6 @@ def chunk(text: str, **fields: Any) -> bytes:
         + json.dumps({"choices": [{"index": 0, "text": text}]} | fields).encode()
         + b"\n\n"
     )
-
-
-def streaming(engine: Any, *pieces: bytes, pause: asyncio.Event | None = None) -> None:
-    """Let the engine answer with these pieces; `pause` is waited for before the last one."""
-
-    async def reply(request: web.Request, body: Any) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for number, piece in enumerate(pieces):
-            if pause is not None and number == len(pieces) - 1:
-                await pause.wait()
-            await response.write(piece)
-        return response
-
-    engine.reply = reply
 
 
 def limited(**limit: Any) -> dict[str, Any]:
@@ -67,7 +53,7 @@ async def test_a_stream_that_ends_in_an_error_is_a_failure(region: Any, path: st
             b'{"error": {"code": "server_error", "message": "EngineCore died."}}}\n\n',
         ),
     }[path]
-    streaming(region.engine, *events)
+    region.engine.reply = streamed(*events)
     body = STREAM | {"input": "x", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
     status, _, answer = await region.post(body, path)
     assert (status, answer) == (200, b"".join(events))
@@ -85,7 +71,7 @@ async def test_a_stream_that_ends_in_an_error_is_a_failure(region: Any, path: st
     "first", [b'{"object": "error", "error": {"message": "m", "code": 503}}', b'{"error": "m"}']
 )
 async def test_an_error_instead_of_the_first_event_gets_a_status(region: Any, first: bytes) -> None:
-    streaming(region.engine, b"data: " + first + b"\n\n" + DONE)
+    region.engine.reply = streamed(b"data: " + first + b"\n\n" + DONE)
     status, _, answer = await region.post(STREAM)
     assert status == (503 if b"503" in first else 500)
     assert b'"m"' in answer or b"m" in answer
@@ -98,7 +84,7 @@ async def test_tokens_count_as_tokens_whoever_asks_for_the_usage(
     """Engines that speculate put several tokens into an event."""
     async with open_region(**limited(tokens_per_s=1e-3, burst_tokens=100)) as region:
         events = [chunk("four words at once") for _ in range(10)]
-        streaming(region.engine, *events, USAGE, DONE)
+        region.engine.reply = streamed(*events, USAGE, DONE)
         status, _, answer = await region.post(STREAM | {"stream_options": asks}, **TWO)
         assert status == 200
         wants_usage = bool(asks and asks["include_usage"]) if asks else False
@@ -120,7 +106,7 @@ async def test_the_usage_is_left_out_however_it_arrives(region: Any, cut: str) -
     pieces: Sequence[bytes] = [whole]
     if cut == "split":
         pieces = [whole[i : i + 7] for i in range(0, len(whole), 7)]
-    streaming(region.engine, *pieces)
+    region.engine.reply = streamed(*pieces)
     _, _, answer = await region.post(STREAM)
     assert answer == chunk("a") + chunk("b", usage=None) + DONE
 
@@ -129,9 +115,9 @@ async def test_tokens_of_a_stream_that_is_left_are_counted_by_the_streams_before
     region: Any,
 ) -> None:
     events = [chunk("four words at once") for _ in range(10)]
-    streaming(region.engine, *events, USAGE, DONE)
+    region.engine.reply = streamed(*events, USAGE, DONE)
     assert (await region.post(STREAM))[0] == 200
-    streaming(region.engine, b"".join(events), DONE, pause=asyncio.Event())
+    region.engine.reply = streamed(b"".join(events), DONE, before_last=asyncio.Event())
     async with region.session.post(region.url + "/v1/completions", json=STREAM) as response:
         await response.content.readexactly(len(b"".join(events)))
         response.close()
@@ -142,12 +128,8 @@ async def test_tokens_of_a_stream_that_is_left_are_counted_by_the_streams_before
 
 async def test_several_answers_side_by_side_do_not_shorten_a_step(region: Any) -> None:
     """A step makes a token of each choice, so an answer has 10 of these 30."""
-
-    async def three(request: web.Request, body: Any) -> web.Response:
-        usage = {"prompt_tokens": 1, "completion_tokens": 30}
-        return web.json_response({"choices": [], "usage": usage})
-
-    region.engine.reply = three
+    usage = {"prompt_tokens": 1, "completion_tokens": 30}
+    region.engine.reply = fixed({"choices": [], "usage": usage})
     assert (await region.post({"model": "tiny", "prompt": "x", "n": 3}))[0] == 200
     assert (await region.post(region.long_body(n=3)))[0] == 200
     scheduler = region.gateway.scheduler
@@ -160,14 +142,12 @@ async def test_a_prompt_that_nobody_can_serve_is_not_prefilled(region: Any, by_i
     """The double refuses what vLLM refuses only when it gets a request."""
 
     async def strict(request: web.Request, body: Any) -> web.StreamResponse:
-        is_wrong = body.get("logprobs", 0) > 20 or max(body["prompt"], default=0) >= 1000
-        if is_wrong:
-            error = {"error": {"message": "at most 20", "type": "BadRequestError", "code": 400}}
-            return web.json_response(error, status=400)
-        if request.headers.get("X-Data-Parallel-Rank") == "-1":
-            error = {"error": {"message": "data_parallel_rank -1 is out of range", "code": 400}}
-            return web.json_response(error, status=400)
-        return await region.engine.answer(request, body)
+        answer = region.engine.answer
+        if body.get("logprobs", 0) > 20 or max(body["prompt"], default=0) >= 1000:
+            answer = refusing(400, "at most 20", type="BadRequestError")
+        elif request.headers.get("X-Data-Parallel-Rank") == "-1":
+            answer = refusing(400, "data_parallel_rank -1 is out of range")
+        return await answer(request, body)
 
     async def lists(request: web.Request, body: Any) -> web.StreamResponse:
         return await strict(request, body if by_ids else body | {"prompt": []})
@@ -205,23 +185,15 @@ async def test_a_question_about_a_response_costs_one_token(region: Any) -> None:
 
 async def test_a_prompt_too_long_for_the_model_is_not_prefilled(open_region: Any) -> None:
     async with open_region(models=[{"name": "tiny", "max_model_len": 300}]) as region:
-
-        async def too_long(request: web.Request, body: Any) -> web.Response:
-            return web.json_response({"error": {"message": "too long"}}, status=400)
-
         assert (await region.post(region.long_body(prompt=[7] * 299)))[0] == 200
-        region.engine.render_reply = region.engine.reply = too_long
+        region.engine.render_reply = region.engine.reply = refusing(400, "too long")
         assert (await region.post(region.long_body(prompt=[7] * 300)))[0] == 400
         assert len(region.far.jobs) == 1
 
 
 async def test_what_was_prefilled_is_charged_when_the_engine_refuses(open_region: Any) -> None:
     async with open_region(**limited(tokens_per_s=1e-3, burst_tokens=1000)) as region:
-
-        async def refuse(request: web.Request, body: Any) -> web.Response:
-            return web.json_response({"error": {"message": "no"}}, status=400)
-
-        region.engine.reply = refuse
+        region.engine.reply = refusing(400)
         statuses = [(await region.post(region.long_body(), **TWO))[0] for _ in range(5)]
         assert statuses == [400, 400, 400, 429, 429]
         assert len(region.far.jobs) == 3
@@ -256,12 +228,8 @@ async def test_a_silent_stream_gets_comments(open_region: Any) -> None:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
 async def test_an_error_after_a_comment_is_an_event(open_region: Any, path: str) -> None:
     async with open_region(stream_keep_alive_s=0.05) as region:
-
-        async def refuse(request: web.Request, body: Any) -> web.Response:
-            await region.engine.first_token.wait()
-            return web.json_response({"error": {"message": "no"}}, status=400)
-
-        region.engine.reply = refuse
+        error = {"error": {"message": "no"}}
+        region.engine.reply = fixed(error, 400, after=region.engine.first_token)
         region.engine.first_token.clear()
         body = STREAM | {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
         async with region.session.post(region.url + path, json=body) as response:
@@ -286,11 +254,7 @@ async def test_the_usage_of_a_long_answer_is_read_alone(region: Any) -> None:
     def answer(cached_tokens: int) -> bytes:
         return filler + usage % (details % cached_tokens) + b',"prompt_logprobs":null}'
 
-    async def long(request: web.Request, body: Any) -> web.Response:
-        await region.engine._load_landing(body)
-        return web.Response(body=answer(299), content_type="application/json")
-
-    region.engine.reply = long
+    region.engine.reply = region.engine.after_landing(fixed(answer(299)))
     _, _, found = await region.post(region.long_body())
     assert found == answer(0)
     assert (await region.record()).output_tokens == 7

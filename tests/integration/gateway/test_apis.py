@@ -6,6 +6,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from openai_engine import fixed, refusing, streamed
 
 from deploy.gateway.api_keys import ApiKey
 from deploy.gateway.intake.endpoints import ENDPOINTS
@@ -50,20 +51,6 @@ def written(events: list[tuple[str, dict[str, Any]]]) -> list[bytes]:
     ]
 
 
-def streaming(engine: Any, events: list[bytes]) -> None:
-    """Let `engine` answer with these events, once the KVCache is there."""
-
-    async def reply(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await engine._load_landing(body)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for event in events:
-            await response.write(event)
-        return response
-
-    engine.reply = reply
-
-
 @pytest.mark.parametrize("path", LONG)
 async def test_a_long_prompt_is_prefilled_remotely(region: Any, path: str) -> None:
     status, headers, answer = await region.post(LONG[path], path)
@@ -79,7 +66,7 @@ async def test_a_long_prompt_is_prefilled_remotely(region: Any, path: str) -> No
 @pytest.mark.parametrize("path", LONG)
 async def test_a_stream_passes_as_it_is(region: Any, path: str) -> None:
     events = written(STREAMS[path])
-    streaming(region.engine, events)
+    region.engine.reply = region.engine.after_landing(streamed(*events))
     status, _, answer = await region.post(LONG[path] | {"stream": True}, path)
     assert (status, answer) == (200, b"".join(events))
     record = await region.record()
@@ -89,7 +76,7 @@ async def test_a_stream_passes_as_it_is(region: Any, path: str) -> None:
 @pytest.mark.parametrize("path", LONG)
 async def test_a_broken_stream_never_looks_whole(region: Any, path: str) -> None:
     events = written(STREAMS[path])[:2]
-    streaming(region.engine, events)
+    region.engine.reply = region.engine.after_landing(streamed(*events))
     got, is_whole = b"", True
     async with region.session.post(
         region.url + path, json=LONG[path] | {"stream": True}
@@ -112,7 +99,7 @@ async def test_a_broken_stream_never_looks_whole(region: Any, path: str) -> None
 async def test_an_engine_that_dies_before_the_first_token_is_tried_again(
     region: Any, path: str
 ) -> None:
-    streaming(region.engine, written(STREAMS[path])[:1])
+    region.engine.reply = region.engine.after_landing(streamed(*written(STREAMS[path])[:1]))
     status, _, answer = await region.post(LONG[path] | {"stream": True}, path)
     assert status == 502
     assert "error" in json.loads(answer)
@@ -141,10 +128,7 @@ async def test_anthropic_gets_errors_in_its_own_shape(region: Any, sent: bytes) 
 
 
 async def test_an_engines_refusal_takes_the_shape_of_anthropic(region: Any) -> None:
-    async def refuse(_request: Any, _body: Any) -> web.Response:
-        return web.json_response({"error": {"message": "no max_tokens", "code": 400}}, status=400)
-
-    region.engine.reply = refuse
+    region.engine.reply = refusing(400, "no max_tokens")
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
     status, _, answer = await region.post(body, "/v1/messages")
     assert status == 400
@@ -174,11 +158,7 @@ async def test_the_rest_is_forwarded(region: Any, kind: Any, path: str) -> None:
 
 async def test_a_model_without_the_task_answers_itself(region: Any) -> None:
     told = {"error": {"message": "The model does not support Embeddings API", "code": 404}}
-
-    async def refuse(_request: Any, _body: Any) -> web.Response:
-        return web.json_response(told, status=404)
-
-    region.engine.reply = refuse
+    region.engine.reply = fixed(told, 404)
     status, _, answer = await region.post({"model": "tiny", "input": "x"}, "/v1/embeddings")
     assert (status, json.loads(answer)) == (404, told)
 

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 from cache_doubles import FakeDirectory
+from openai_engine import fixed
+from report_cases import agent_status
 from typer.testing import CliRunner
 
 from deploy.cli import app
@@ -41,23 +42,7 @@ class FakeCacheAgent:
         cache = CacheStatus(
             {"arena/kv": 3 << 20, "ssd/kv": 1 << 20}, 12, 0, 4, 1000, {"arena": 250}, {}
         )
-        return StatusReply(
-            arena_bytes=1 << 30,
-            block_bytes=65536,
-            free_bytes=0,
-            landing_bytes=0,
-            landing_cap_bytes=1 << 30,
-            outbox_bytes=0,
-            num_landings={},
-            num_outboxes={},
-            engines=[],
-            links=[],
-            num_received_connections=0,
-            uptime_s=1.0,
-            pid=2,
-            data_endpoint="127.0.0.1:7100",
-            cache=cache,
-        )
+        return agent_status(free_bytes=0, cache=cache)
 
     async def list_cache(self, limit: int, order: str, timeout_s: float) -> ListCacheReply:
         self._check()
@@ -242,11 +227,8 @@ async def test_an_explanation_serves_nothing(
 async def test_what_cannot_be_rendered_cannot_be_explained(
     open_region: Any, caches: RegionCaches, engine_status: int, expected: int
 ) -> None:
-    async def refuse(_request: web.Request, _body: dict[str, Any]) -> web.Response:
-        return web.Response(status=engine_status)
-
     async with open_region(caches=caches, cache_model=MODEL) as region:
-        region.engine.render_reply = refuse
+        region.engine.render_reply = fixed("", engine_status)
         status, _, answer = await region.post(region.long_body(), "/prfaas/cache/explain")
         assert status == expected
         assert json.loads(answer)["error"]["code"] == "not_rendered"

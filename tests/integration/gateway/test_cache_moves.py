@@ -1,7 +1,6 @@
 """The PD cluster computes a prompt with the prefill cluster's cache: real fronts and agents."""
 
 import asyncio
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -9,23 +8,21 @@ from typing import Any
 import aiohttp
 from agent_process import AgentProcess
 from caching_engine import ROOT, B, CachingEngine
-from prometheus_client import CollectorRegistry
+from eventually import eventually
+from front_access import gateway_url, pd_cluster, prefill_cluster, ready
 from untimed_gateway import UNTIMED
+from whole_region import spec
 
 from deploy.gateway.app import Gateway
 from deploy.gateway.cache.region_caches import RegionCaches
 from deploy.gateway.config import GatewayConfig, ModelConfig
-from deploy.gateway.server import start_server
 from kvmanager.agent.client import AgentClient
 from kvmanager.directory.embedded import EmbeddedDirectory
 from kvmanager.hashing import block_keys
-from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
-from local_pd.metrics import PdMetrics
-from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
+from local_pd.embedded import PdClusterConfig
+from prfaas.embedded import PrefillClusterConfig
 from prfaas.engines.health import ProbeTiming
-from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
-from prfaas.metrics import PrefillMetrics
 from scheduler.live.feedback import CacheMoveBegun, CacheMoveOver
 from scheduler.routing.decision import ONE_ENGINE
 
@@ -33,11 +30,6 @@ PROBING = InstancesConfig(probes=ProbeTiming(interval_s=0.2, start_interval_s=0.
 PROMPT = "x" * 300
 NUM_BLOCKS = 299 // B
 KEYS = block_keys(list(PROMPT.encode())[: NUM_BLOCKS * B], B, ROOT)
-
-
-def spec(name: str, url: str, agent: AgentProcess, role: str) -> InstanceSpec:
-    fields = {"name": name, "url": url, "agent": agent.ready["control"], "role": role}
-    return InstanceSpec.model_validate(fields)
 
 
 def teach(gateway: Gateway) -> None:
@@ -48,12 +40,6 @@ def teach(gateway: Gateway) -> None:
         known.reserved(num_tokens, 0, num_tokens * 512)
     key = gateway.scheduler.tell(CacheMoveBegun("far", "home"))
     gateway.scheduler.tell(CacheMoveOver(key, False, 10**8, 0.1, 0.001))
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not holds():
-            await asyncio.sleep(0.02)
 
 
 async def test_the_pd_cluster_computes_with_the_prefill_clusters_cache(
@@ -67,22 +53,11 @@ async def test_the_pd_cluster_computes_with_the_prefill_clusters_cache(
         receiver = stack.enter_context(CachingEngine(here, "d0"))
         await asyncio.to_thread(sender.store, KEYS)
         # No prefill is to reach the engine at far, so any that answers its probes will do.
-        prefill = EmbeddedPrefillCluster(
-            "far",
-            [spec("p0", lone_engine.url, there, "prefill")],
-            PrefillClusterConfig(instances=PROBING),
-            metrics=PrefillMetrics(CollectorRegistry()),
-        )
-        pd = EmbeddedPdCluster(
-            "home",
-            [spec("d0", lone_engine.url, here, "both")],
-            PdClusterConfig(instances=PROBING),
-            metrics=PdMetrics(CollectorRegistry()),
-        )
-        for front in (prefill, pd):
-            await front.start()
-            stack.push_async_callback(front.close)
-            await front.wait_ready(20)
+        specs = [spec("p0", lone_engine.url, there, "prefill")]
+        prefill = prefill_cluster("far", specs, PrefillClusterConfig(instances=PROBING))
+        specs = [spec("d0", lone_engine.url, here, "both")]
+        pd = pd_cluster("home", specs, PdClusterConfig(instances=PROBING))
+        await ready(stack, prefill, pd)
         directory = EmbeddedDirectory(AgentClient)
         gateway = Gateway(
             GatewayConfig(
@@ -96,19 +71,17 @@ async def test_the_pd_cluster_computes_with_the_prefill_clusters_cache(
             {"far": prefill},
             caches=RegionCaches(directory, AgentClient, directory.follow),
         )
-        runner = await start_server(gateway)
-        stack.push_async_callback(runner.cleanup)
-        host, port = runner.addresses[0][:2]
+        url = await gateway_url(stack, gateway) + "/v1/completions"
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        await until(lambda: len(directory.core.holders(KEYS[-1])) == 1)
+        await eventually(lambda: len(directory.core.holders(KEYS[-1])) == 1)
         teach(gateway)
 
         async def ask() -> Any:
-            url, body = f"http://{host}:{port}/v1/completions", {"model": "tiny", "prompt": PROMPT}
+            body = {"model": "tiny", "prompt": PROMPT}
             async with session.post(url, json=body) as response:
                 assert response.status == 200
                 await response.read()
-            await until(lambda: gateway.records[-1].is_settled)
+            await eventually(lambda: gateway.records[-1].is_settled)
             return gateway.records[-1]
 
         record = await ask()
@@ -121,7 +94,7 @@ async def test_the_pd_cluster_computes_with_the_prefill_clusters_cache(
         assert lone_engine.sources == ["prompt"]
         await asyncio.to_thread(receiver.check, KEYS, NUM_BLOCKS)
         # What came is cached here: the next prompt needs no move.
-        await until(lambda: len(directory.core.holders(KEYS[-1])) == 2)
+        await eventually(lambda: len(directory.core.holders(KEYS[-1])) == 2)
         again = await ask()
         assert (again.target, again.cache_move) == (ONE_ENGINE, "")
         assert again.local_cached_tokens == NUM_BLOCKS * B

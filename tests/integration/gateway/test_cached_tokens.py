@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import pytest
+from eventually import eventually
 
 from prfaas.engines.errors import PrefillFailed
 
@@ -77,8 +78,7 @@ async def test_of_a_hand_off_it_is_what_the_prefill_instance_had(
         # What the landing builds on is at the decode side: not sent, but computed all the same.
         region.engine.local_hit, region.pd.cached_tokens = 0, 128
         region.far.cached_tokens = 64
-        while "p0" not in await pd_instances(region):
-            await asyncio.sleep(0.01)
+        await eventually(lambda: pd_instances(region), lambda names: "p0" in names)
         assert await asked(region, stream=stream) == 64
         assert (await region.record()).target == "hand_off"
 

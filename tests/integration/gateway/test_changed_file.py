@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-import yaml
+from eventually import eventually
+from serving_process import gateway_file, only_engine, serving
 
-RUN = "import typer; from deploy.gateway.cli import gateway_command as c; typer.run(c)"
 BODY = {"model": "tiny", "prompt": "x"}
 
 
@@ -32,14 +30,9 @@ class RunningGateway:
 
     def write(self, **gateway: Any) -> None:
         """Replace the file in one step; `gateway` is what its section has besides a model."""
-        instance = {"name": "d0", "url": self._region.engine.url, "agent": "127.0.0.1:1"}
-        content = {
-            "gateway": {"models": [{"name": "tiny"}]} | gateway,
-            "api_keys_file": str(self.keys),
-            "pd": {"name": "home", "instances": [instance | {"model": "tiny"}]},
-            "log_dir": str(self.file.parent),
-        }
-        self.replace(yaml.safe_dump(content))
+        pd, keys = only_engine(self._region.engine.url), str(self.keys)
+        new = self.file.with_name("new")
+        gateway_file(new, pd, gateway=gateway, api_keys_file=keys).replace(self.file)
 
     def replace(self, text: str) -> None:
         new = self.file.with_name("new")
@@ -51,9 +44,9 @@ class RunningGateway:
 
     async def said(self, text: str, times: int = 1) -> None:
         """Wait until the log has it so often."""
-        async with asyncio.timeout(60):
-            while (await asyncio.to_thread(self.log.read_text)).count(text) < times:
-                await asyncio.sleep(0.05)
+        await eventually(
+            lambda: asyncio.to_thread(self.log.read_text), lambda log: log.count(text) >= times
+        )
 
     async def ask(self, key: str, path: str = "/v1/completions", **fields: Any) -> tuple[int, str]:
         """Status and text of the answer; of a stream that began, its first bytes."""
@@ -74,22 +67,11 @@ async def gateway(region: Any, tmp_path: Path) -> AsyncIterator[RunningGateway]:
     running = RunningGateway(region, tmp_path)
     running.limit(max_requests=1)
     with running.log.open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", RUN, "--config", str(running.file), "--port", "0"),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=log,
-        )
-    try:
-        assert process.stdout is not None
-        line = await asyncio.wait_for(process.stdout.readline(), 60)
-        running.url = json.loads(line)["url"]
-        yield running
-    finally:
-        for stream in running.streams:
-            stream.close()
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
+        async with serving("gateway", running.file, "--port", "0", stderr=log) as (_, ready):
+            running.url = ready["url"]
+            yield running
+            for stream in running.streams:
+                stream.close()
 
 
 async def test_requests_in_flight_count_towards_limits_that_change(
@@ -105,15 +87,14 @@ async def test_requests_in_flight_count_towards_limits_that_change(
     status, text = await gateway.ask("one", stream=True)
     assert (status, "2 of at most 2 requests" in text) == (429, True)
     gateway.limit(max_requests=1, max_tokens=10**9)
-    async with asyncio.timeout(60):
-        while "2 of at most 1 requests" not in (await gateway.ask("one", stream=True))[1]:
-            await asyncio.sleep(0.05)
+    await eventually(
+        lambda: gateway.ask("one", stream=True),
+        lambda answer: "2 of at most 1 requests" in answer[1],
+    )
     assert (await gateway.ask("two", stream=True))[0] == 200
     region.engine.next_token.set()
     await region.until(lambda: region.engine.num_serving == 0)
-    async with asyncio.timeout(60):
-        while (await gateway.ask("one"))[0] != 200:
-            await asyncio.sleep(0.05)
+    await eventually(lambda: gateway.ask("one"), lambda answer: answer[0] == 200)
 
 
 async def test_a_file_that_cannot_be_used_changes_nothing(gateway: RunningGateway) -> None:

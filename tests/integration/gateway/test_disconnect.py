@@ -5,6 +5,7 @@ import contextlib
 from typing import Any
 
 import pytest
+from openai_engine import fixed, streamed
 
 
 async def leave(region: Any, body: dict[str, Any], when: Any) -> None:
@@ -32,14 +33,8 @@ async def assert_gone(region: Any) -> None:
 
 
 async def test_while_rendering(region: Any) -> None:
-    started = asyncio.Event()
-
-    async def slow(request: Any, body: Any) -> Any:
-        started.set()
-        await asyncio.sleep(60)
-
-    region.engine.render_reply = slow
-    await leave(region, region.long_body(), started.wait())
+    region.engine.render_reply = fixed({}, after=asyncio.Event())
+    await leave(region, region.long_body(), region.until(lambda: region.engine.requests))
     await assert_gone(region)
 
 
@@ -131,18 +126,7 @@ async def test_before_the_body_is_there(region: Any) -> None:
 
 async def test_a_client_that_stops_reading_is_let_go(open_region: Any) -> None:
     async with open_region(timeouts={"client_stall_s": 0.2}) as region:
-        event = b"data: " + b"x" * 60_000 + b"\n\n"
-
-        async def flood(request: Any, body: Any) -> Any:
-            from aiohttp import web
-
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-            await response.prepare(request)
-            for _ in range(2000):
-                await response.write(event)
-            return response
-
-        region.engine.reply = flood
+        region.engine.reply = streamed(*[b"data: " + b"x" * 60_000 + b"\n\n"] * 2000)
         host, port = region.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
         body = b'{"model":"tiny","prompt":"x","stream":true}'

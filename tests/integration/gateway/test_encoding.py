@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import pytest
+from eventually import eventually
 
 from local_pd.errors import FrontUnreachable
 from prfaas.encoding.values import EncodeDone
@@ -23,9 +24,7 @@ def chat(url: str = "data:image/png;base64,AAAA", **fields: Any) -> dict[str, An
 
 async def with_stage(region: Any) -> None:
     region.pd.stage = STAGE
-    async with asyncio.timeout(10.0):
-        while region.gateway._watcher.pd_reports()["home"].encode is None:
-            await asyncio.sleep(0.01)
+    await eventually(lambda: region.gateway._watcher.pd_reports()["home"].encode is not None)
 
 
 async def test_media_are_encoded_before_the_engine_is_asked(region: Any) -> None:
@@ -34,9 +33,7 @@ async def test_media_are_encoded_before_the_engine_is_asked(region: Any) -> None
     pd.encode_done = EncodeDone(encode_s=0.1, media={"encoded": 1}, left_tokens=0)
     pd.encode_gate.clear()
     asking = asyncio.create_task(region.post(chat(), CHATS))
-    async with asyncio.timeout(10.0):
-        while not pd.encode_orders:
-            await asyncio.sleep(0.01)
+    await eventually(lambda: pd.encode_orders)
     assert engine.bodies(CHATS) == []
     await asyncio.sleep(0.05)
     pd.encode_gate.set()
@@ -73,9 +70,7 @@ async def test_instances_that_decode_encode_for_no_other_engine(region: Any) -> 
     await with_stage(region)
     decoding = EncodeInstanceReport(name="ed", decodes=True)
     region.pd.stage = EncodeReport(instances=(decoding,))
-    async with asyncio.timeout(10.0):
-        while region.gateway._watcher.pd_reports()["home"].encode == STAGE:
-            await asyncio.sleep(0.01)
+    await eventually(lambda: region.gateway._watcher.pd_reports()["home"].encode != STAGE)
     await region.post(chat(), CHATS)
     assert region.pd.encode_orders == []
 
@@ -85,12 +80,8 @@ async def test_a_client_that_goes_away_stops_the_encoding(region: Any) -> None:
     pd = region.pd
     pd.encode_gate.clear()
     asking = asyncio.create_task(region.post(chat(), CHATS))
-    async with asyncio.timeout(10.0):
-        while not pd.encode_orders:
-            await asyncio.sleep(0.01)
+    await eventually(lambda: pd.encode_orders)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    async with asyncio.timeout(10.0):
-        while pd.ended_at != [region.engine.name]:
-            await asyncio.sleep(0.01)
+    await eventually(lambda: pd.ended_at == [region.engine.name])
     assert region.engine.bodies(CHATS) == []

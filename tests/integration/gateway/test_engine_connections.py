@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+from eventually import eventually
 
 from deploy.gateway.proxy.engine_connection import (
     Address,
@@ -144,8 +145,7 @@ async def test_idle_connections_are_closed_in_time_one_by_one() -> None:
         await asyncio.sleep(apart_s)
         late.release()
         released_s = loop.time()
-        while late.is_usable:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: not late.is_usable)
         # Looked after every `keep_alive_s` only, it would be idle for 1.9 s.
         assert loop.time() - released_s < 1.6
 

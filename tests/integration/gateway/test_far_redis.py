@@ -8,11 +8,12 @@ from time import monotonic
 from typing import Any
 
 import pytest
+from eventually import eventually
 from free_ports import free_port
 from gateway_region import Region
 from redis.asyncio import Redis
 from redis_server import RedisServer
-from shared_gateways import ask, body, gateways, limited, num_seen, page, until
+from shared_gateways import ask, body, gateways, limited, num_seen, page
 
 from deploy.gateway.api_keys import ApiKey
 from deploy.gateway.sharing import redis_region
@@ -69,7 +70,7 @@ async def test_the_lead_and_all_beats_hold_while_much_is_learnt(
     open_region: Any, far_url: str, near: Redis
 ) -> None:
     async with gateways(open_region, far_url, prefill=()) as regions:
-        await until(lambda: sum(page(item).leads for item in regions) == 1)
+        await eventually(lambda: sum(page(item).leads for item in regions) == 1)
         before = [(page(item).leads, page(item).for_s) for item in regions]
         until_s = monotonic() + LOAD_S
         loads = [asyncio.create_task(ask_on(item, until_s)) for item in regions for _ in range(4)]
@@ -85,7 +86,7 @@ async def test_the_lead_and_all_beats_hold_while_much_is_learnt(
         assert all(
             page(item).for_s > for_s for item, (_, for_s) in zip(regions, before, strict=True)
         )
-        await until(lambda: num_seen(regions[0]) == num_seen(regions[1]) > 100)
+        await eventually(lambda: num_seen(regions[0]) == num_seen(regions[1]) > 100)
 
 
 async def test_a_tenant_does_not_wait_for_the_round_trips_of_others(
@@ -117,7 +118,7 @@ async def test_limits_hold_over_both_gateways(open_region: Any, far_url: str) ->
     async with gateways(open_region, far_url, prefill=(), **config) as regions:
         regions[0].engine.first_token.clear()
         asked = [asyncio.create_task(item.post(body())) for _ in range(15) for item in regions]
-        await until(lambda: sum(task.done() for task in asked) == 20)
+        await eventually(lambda: sum(task.done() for task in asked) == 20)
         regions[0].engine.first_token.set()
         answers = await asyncio.gather(*asked)
         assert sorted(status for status, _, _ in answers) == [200] * 10 + [429] * 20

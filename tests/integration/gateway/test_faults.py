@@ -6,8 +6,8 @@ from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
 from live_region_cases import teach
+from openai_engine import fixed, reset, streamed
 
 from deploy.gateway.serving import request as serving
 from prfaas.engines.errors import PrefillFailed
@@ -33,6 +33,7 @@ async def direct(region: Any, body: dict[str, Any], engine: Any = None) -> bytes
 
 
 SAME = {"X-Request-Id": "same"}
+ONE = b'data: {"one": 1}\n\n'
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -152,10 +153,7 @@ async def test_prefill_instances_at_home_hand_over_inside(open_region: Any) -> N
 
 
 async def test_rendering_down_means_one_engine(region: Any) -> None:
-    async def broken(request: Any, body: Any) -> web.Response:
-        return web.Response(status=503, text="no")
-
-    region.engine.render_reply = broken
+    region.engine.render_reply = fixed("no", 503)
     status, headers, _ = await region.post(region.long_body())
     assert status == 200
     assert headers["x-prfaas-route"] == "direct"
@@ -164,10 +162,7 @@ async def test_rendering_down_means_one_engine(region: Any) -> None:
 
 @pytest.mark.parametrize("rendered", [b"[]", b"{}", b"nonsense", b'[{"token_ids":"x"}]'])
 async def test_odd_renderings_mean_one_engine(region: Any, rendered: bytes) -> None:
-    async def odd(request: Any, body: Any) -> web.Response:
-        return web.Response(body=rendered, content_type="application/json")
-
-    region.engine.render_reply = odd
+    region.engine.render_reply = fixed(rendered)
     status, headers, _ = await region.post(region.long_body())
     assert status == 200
     assert headers["x-prfaas-route"] == "direct"
@@ -177,11 +172,7 @@ async def test_what_the_engine_refuses_is_said_in_its_own_words(region: Any) -> 
     error = {
         "error": {"message": "too long", "type": "BadRequestError", "param": None, "code": 400}
     }
-
-    async def refuse(request: Any, body: Any) -> web.Response:
-        return web.json_response(error, status=400)
-
-    region.engine.render_reply = region.engine.reply = refuse
+    region.engine.render_reply = region.engine.reply = fixed(error, 400)
     status, headers, answer = await region.post(region.long_body())
     assert status == 400
     assert json.loads(answer) == error
@@ -194,10 +185,7 @@ async def test_what_the_engine_refuses_is_said_in_its_own_words(region: Any) -> 
 async def test_errors_without_an_error_object_get_one(
     region: Any, status: int, seen: int, text: str
 ) -> None:
-    async def refuse(request: Any, body: Any) -> web.Response:
-        return web.Response(status=status, text=text)
-
-    region.engine.reply = refuse
+    region.engine.reply = fixed(text, status)
     answered, headers, answer = await region.post({"model": "tiny", "prompt": "x"})
     assert answered == seen
     assert text in json.loads(answer)["error"]["message"]
@@ -206,41 +194,30 @@ async def test_errors_without_an_error_object_get_one(
 
 async def test_an_error_instead_of_the_first_token_is_a_real_error(region: Any) -> None:
     event = b'data: {"error": {"message": "bad", "type": "x", "param": null, "code": 422}}\n\n'
-
-    async def refuse(request: Any, body: Any) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        await response.write(event + b"data: [DONE]\n\n")
-        return response
-
-    region.engine.reply = refuse
+    region.engine.reply = streamed(event + b"data: [DONE]\n\n")
     status, headers, answer = await region.post({"model": "tiny", "prompt": "x", "stream": True})
     assert status == 422
     assert headers["content-type"] == "application/json"
     assert json.loads(answer)["error"]["message"] == "bad"
 
 
+DEATHS = {
+    "reset": reset,
+    "http_500": fixed("dead", 500),
+    "http_503": fixed("dead", 503),
+    "error_event": streamed(b'data: {"error": {"message": "m", "code": 500}}\n\n'),
+    "silence_end": streamed(),
+}
+
+
 @pytest.mark.parametrize("offloaded", [False, True])
-@pytest.mark.parametrize("how", ["reset", "http_500", "http_503", "error_event", "silence_end"])
+@pytest.mark.parametrize("how", DEATHS)
 async def test_an_engine_that_dies_before_its_first_byte_is_replaced(
     open_region: Any, how: str, offloaded: bool
 ) -> None:
     async with open_region(num_engines=2) as region:
         first, second = region.engines
-
-        async def die(request: Any, body: Any) -> web.StreamResponse:
-            if how == "reset":
-                request.transport.abort()
-                return web.Response()
-            if how.startswith("http"):
-                return web.Response(status=int(how[-3:]), text="dead")
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-            await response.prepare(request)
-            if how == "error_event":
-                await response.write(b'data: {"error": {"message": "m", "code": 500}}\n\n')
-            return response
-
-        first.reply = die
+        first.reply = DEATHS[how]
         body = {"model": "tiny", "prompt": "x" * (300 if offloaded else 3), "stream": True}
         status, headers, answer = await region.post(body, headers=SAME)
         assert status == 200
@@ -255,13 +232,8 @@ async def test_an_engine_that_dies_before_its_first_byte_is_replaced(
 
 async def test_two_dead_engines_are_an_openai_error(open_region: Any) -> None:
     async with open_region(num_engines=2) as region:
-
-        async def die(request: Any, body: Any) -> web.Response:
-            request.transport.abort()
-            return web.Response()
-
         for engine in region.engines:
-            engine.reply = die
+            engine.reply = reset
         status, headers, answer = await region.post(region.long_body())
         assert status == 502
         error = json.loads(answer)["error"]
@@ -272,18 +244,7 @@ async def test_two_dead_engines_are_an_openai_error(open_region: Any) -> None:
 
 
 async def test_a_lone_engine_is_tried_twice(region: Any) -> None:
-    seen = 0
-
-    async def die_once(request: Any, body: Any) -> web.StreamResponse:
-        nonlocal seen
-        seen += 1
-        if seen == 1:
-            request.transport.abort()
-            return web.Response()
-        answer: web.StreamResponse = await region.engine.answer(request, body)
-        return answer
-
-    region.engine.reply = die_once
+    region.engine.reply_once(reset)
     status, _, _ = await region.post({"model": "tiny", "prompt": "x"})
     assert status == 200
 
@@ -314,28 +275,19 @@ async def test_a_silent_engine_is_504_and_not_tried_again(open_region: Any) -> N
 async def test_a_stream_that_breaks_off_never_looks_whole(open_region: Any, how: str) -> None:
     async with open_region(timeouts={"engine_silence_s": 0.2}) as region:
         release = asyncio.Event()
-
-        async def half(request: Any, body: Any) -> web.StreamResponse:
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-            await response.prepare(request)
-            await response.write(b'data: {"one": 1}\n\n')
-            if how == "inside_an_event":
-                await response.write(b'data: {"two": ')
-            if how == "silence":
-                await release.wait()
-            if how in ("reset", "inside_an_event"):
-                await asyncio.sleep(0.05)
-                request.transport.abort()
-            return response
-
-        region.engine.reply = half
+        region.engine.reply = {
+            "reset": streamed(ONE, then_reset=True),
+            "clean_end": streamed(ONE),
+            "inside_an_event": streamed(ONE, b'data: {"two": ', then_reset=True),
+            "silence": streamed(ONE, b"", before_last=release),
+        }[how]
         body = {"model": "tiny", "prompt": "x", "stream": True}
         async with region.session.post(region.url + "/v1/completions", json=body) as response:
             assert response.status == 200
             got, ended_properly = await read_events(response)
         release.set()
         first, second = got.split(b"\n\n")[:2]
-        assert first == b'data: {"one": 1}'
+        assert first == ONE.strip()
         assert json.loads(second.removeprefix(b"data: "))["error"]["code"] == "engine_lost"
         assert b"[DONE]" not in got
         assert not ended_properly
@@ -360,16 +312,8 @@ async def test_a_bug_while_relaying_never_looks_whole(
 
 
 async def test_a_break_after_the_end_mark_is_no_break(region: Any) -> None:
-    async def whole(request: Any, body: Any) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        await response.write(b": keep-alive\n\n")
-        await response.write(b'data: {"one": 1}\n\ndata: [DONE]\n\n')
-        await asyncio.sleep(0.05)
-        request.transport.abort()
-        return response
-
-    region.engine.reply = whole
+    pieces = b": keep-alive\n\n", ONE + b"data: [DONE]\n\n"
+    region.engine.reply = streamed(*pieces, then_reset=True)
     status, _, answer = await region.post({"model": "tiny", "prompt": "x", "stream": True})
     assert status == 200
     assert answer == b': keep-alive\n\ndata: {"one": 1}\n\ndata: [DONE]\n\n'
@@ -416,11 +360,7 @@ async def test_a_prefill_nobody_waits_for_is_cancelled(open_region: Any) -> None
     async with open_region(timeouts={"result_grace_s": 0.05}) as region:
         region.far.gate.clear()
         region.pd.agent_is_gone = True
-
-        async def cached(request: Any, body: Any) -> web.Response:
-            return web.json_response({"from": "its own prefix cache"})
-
-        region.engine.reply = cached
+        region.engine.reply = fixed({"from": "its own prefix cache"})
         status, _, _ = await region.post(region.long_body())
         assert status == 200
         await region.assert_nothing_held()
@@ -428,15 +368,8 @@ async def test_a_prefill_nobody_waits_for_is_cancelled(open_region: Any) -> None
 
 
 async def test_a_break_in_one_stream_leaves_the_others_alone(region: Any) -> None:
-    async def odd_ones_die(request: Any, body: Any) -> web.StreamResponse:
-        response: web.StreamResponse
-        if body["seed"] % 2:
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-            await response.prepare(request)
-            await response.write(b'data: {"one": 1}\n\n')
-            return response
-        response = await region.engine.answer(request, body)
-        return response
+    async def odd_ones_die(request: Any, body: Any) -> Any:
+        return await (streamed(ONE) if body["seed"] % 2 else region.engine.answer)(request, body)
 
     region.engine.reply = odd_ones_die
 

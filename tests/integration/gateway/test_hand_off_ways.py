@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from front_doubles import eventually
+from eventually import eventually
 from pd_front_rig import CONFIG, PdRig, make_rig
 from rich.console import Console
 from untimed_gateway import NOT_TIMED
@@ -62,11 +62,11 @@ async def test_the_decode_engine_is_told_where_the_kvcache_is(decodes: str, way:
         shown = io.StringIO()
         print_records(Console(width=200, file=shown), [record], record.started_s)
         assert f"hand_off={way}: " in shown.getvalue()
-        (asked,) = rig.engines[decodes].requests
+        (asked,) = rig.engines[decodes].posted
         params: dict[str, Any] = asked["kv_transfer_params"]
         if way == "nixl":
             assert params == {"do_remote_prefill": True, "remote_block_ids": [[1]]}
-            assert len(rig.engines["p0"].requests[0]["prompt"]) == len(BODY["prompt"])
+            assert len(rig.engines["p0"].posted[0]["prompt"]) == len(BODY["prompt"])
         else:
             assert params["prfaas"]["role"] == "consumer"
         await eventually(lambda: rig.num_landings == 0)
@@ -79,6 +79,6 @@ async def test_a_nixl_prefill_that_fails_is_computed_by_the_decode_engine() -> N
         record = await ask(*served)
         assert "NixlConnector" in record.prefill_error
         assert record.hand_off == ""
-        (asked,) = rig.engines["d1"].requests
+        (asked,) = rig.engines["d1"].posted
         assert "kv_transfer_params" not in asked
         await eventually(lambda: rig.num_landings == 0)

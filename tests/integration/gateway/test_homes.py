@@ -7,8 +7,8 @@ import json
 from typing import Any
 
 import pytest
-from aiohttp import web
 from cache_doubles import FakeDirectory
+from openai_engine import reset
 
 from deploy.gateway.api_keys import ApiKey
 from deploy.gateway.cache.region_caches import RegionCaches
@@ -186,13 +186,9 @@ async def test_never_means_never(open_region: Any, length: int, is_reported: boo
 async def test_a_decode_that_fails_before_its_first_token_is_tried_in_another_cluster(
     open_region: Any, length: int, spill: str, status: int
 ) -> None:
-    async def die(request: Any, body: Any) -> web.Response:
-        request.transport.abort()
-        return web.Response()
-
     async with open_region(**TWO, owned={"spill": {"north": spill}}) as region:
         (engine,) = region.pds["north"].engines.values()
-        engine.reply = die
+        engine.reply = reset
         body = {"model": "tiny", "prompt": "x" * length}
         answered, headers, _ = await region.post(body, headers=NORTH)
         assert answered == status

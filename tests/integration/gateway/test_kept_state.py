@@ -1,53 +1,31 @@
 """A gateway that ends, or is killed, and starts again: it predicts as the one before."""
 
 import asyncio
-import json
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from eventually import eventually
+from serving_process import gateway_file, only_engine, serving
 
 from deploy.gateway.config import ModelConfig
 from deploy.gateway.sharing.state_file import about, decoded
 
-RUN = "import typer; from deploy.gateway.cli import gateway_command as c; typer.run(c)"
 LENGTHS = (100, 900, 4000, 250, 12_000) * 3
 
 
-def write(folder: Path, engine_url: str) -> Path:
-    instance = {"name": "d0", "url": engine_url, "agent": "127.0.0.1:1", "model": "tiny"}
-    content = {
-        "gateway": {"models": [{"name": "tiny"}], "state": str(folder / "learned")},
-        "pd": {"name": "home", "instances": [instance]},
-        "log_dir": str(folder),
-    }
-    path = folder / "gateway.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return path
-
-
 @asynccontextmanager
-async def running(path: Path, number: int) -> AsyncIterator[str]:
+async def running(folder: Path, engine_url: str, number: int) -> AsyncIterator[str]:
     """The URL of a gateway that gets this signal at the end."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", RUN, "--config", str(path), "--port", "0"),
-        stdout=asyncio.subprocess.PIPE,
-    )
-    try:
-        assert process.stdout is not None
-        ready = json.loads(await asyncio.wait_for(process.stdout.readline(), 60))
+    state = {"state": str(folder / "learned")}
+    file = gateway_file(folder / "gateway.yaml", only_engine(engine_url), gateway=state)
+    async with serving("gateway", file, "--port", "0") as (process, ready):
         yield ready["url"]
         process.send_signal(number)
         await asyncio.wait_for(process.wait(), 60)
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
 
 
 async def scheduling(region: Any, url: str) -> Any:
@@ -93,14 +71,12 @@ async def ask(region: Any, url: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 async def test_a_restarted_process_goes_on(region: Any, tmp_path: Path, number: int) -> None:
-    path = write(tmp_path, region.engine.url)
-    async with running(path, number) as url:
+    async with running(tmp_path, region.engine.url, number) as url:
         await ask(region, url)
         before = learnt(await scheduling(region, url))
-        async with asyncio.timeout(60):
-            while number == signal.SIGKILL and num_written(tmp_path) < len(LENGTHS):
-                await asyncio.sleep(0.05)
-    async with running(path, signal.SIGTERM) as url:
+        if number == signal.SIGKILL:
+            await eventually(lambda: num_written(tmp_path) >= len(LENGTHS))
+    async with running(tmp_path, region.engine.url, signal.SIGTERM) as url:
         after = learnt(await scheduling(region, url))
     assert after == {name: pytest.approx(value, rel=0.05) for name, value in before.items()}
 

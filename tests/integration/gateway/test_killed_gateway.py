@@ -1,38 +1,24 @@
 """One of two gateways is killed under load: its own streams end, and nothing else."""
 
 import asyncio
-import json
 import signal
-import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 import yaml
+from eventually import eventually
 from gateway_region import Region
 from redis_server import RedisServer
+from serving_process import gateway_file, only_engine, serving
 
 pytestmark = pytest.mark.slow
 
-RUN = "import typer; from deploy.gateway.cli import gateway_command as c; typer.run(c)"
 BODY = {"model": "tiny", "prompt": "x" * 120, "stream": True}
-FRONT = "import typer; from local_pd.cli import pd_command as c; typer.run(c)"
 LIMIT_S = 90
-
-
-def write(folder: Path, front: str, server: RedisServer, name: str) -> Path:
-    shared = {"redis": server.url, "region": "r", "name": name}
-    content = {
-        "gateway": {"models": [{"name": "tiny"}], "shared": shared},
-        "pd": {"name": "home", "front": front},
-        "log_dir": str(folder),
-    }
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return path
 
 
 class Process:
@@ -42,37 +28,23 @@ class Process:
 
 
 @asynccontextmanager
-async def process(code: str, *words: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, Any]]:
-    """A process that is ready, and what it said then."""
-    started = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", code, *words), stdout=asyncio.subprocess.PIPE
-    )
-    try:
-        assert started.stdout is not None
-        yield started, json.loads(await asyncio.wait_for(started.stdout.readline(), LIMIT_S))
-    finally:
-        if started.returncode is None:
-            started.kill()
-        await started.communicate()
-
-
-@asynccontextmanager
 async def two_gateways(region: Region, folder: Path) -> AsyncIterator[tuple[Process, Process]]:
     """Two gateways of one region, joined, with the front of its PD cluster."""
     with RedisServer(folder) as server:
-        url = region.engine.url
-        instance = {"name": "d0", "url": url, "agent": "127.0.0.1:1", "model": "tiny"}
-        front = folder / "front.yaml"
-        settings = {"name": "home", "listen": "127.0.0.1:0", "instances": [instance]}
-        front.write_text(yaml.safe_dump(settings))
-        async with process(FRONT, "--config", str(front)) as (_, said):
-            files = [write(folder, said["control"], server, name) for name in ("g0", "g1")]
-            words = [(RUN, "--config", str(file), "--port", "0") for file in files]
-            async with process(*words[0]) as one, process(*words[1]) as two:
-                found = Process(one[0], one[1]["url"]), Process(two[0], two[1]["url"])
-                for gateway in found:
-                    await until(region, gateway, state="joined")
-                yield found
+        front = {"name": "home", "listen": "127.0.0.1:0", **only_engine(region.engine.url)}
+        (folder / "front.yaml").write_text(yaml.safe_dump(front))
+        async with serving("pd", folder / "front.yaml") as (_, said), AsyncExitStack() as stack:
+            found = []
+            for name in ("g0", "g1"):
+                shared = {"redis": server.url, "region": "r", "name": name}
+                pd = {"front": said["control"]}
+                file = gateway_file(folder / f"{name}.yaml", pd, gateway={"shared": shared})
+                process = serving("gateway", file, "--port", "0")
+                one, ready = await stack.enter_async_context(process)
+                found.append(Process(one, ready["url"]))
+            for gateway in found:
+                await until(region, gateway, state="joined")
+            yield found[0], found[1]
 
 
 async def page(region: Region, gateway: Process) -> Any:
@@ -82,12 +54,9 @@ async def page(region: Region, gateway: Process) -> Any:
 
 async def until(region: Region, gateway: Process, **wanted: Any) -> Any:
     """Wait until the gateway's page has these values."""
-    async with asyncio.timeout(LIMIT_S):
-        while True:
-            found = await page(region, gateway)
-            if all(found[name] == value for name, value in wanted.items()):
-                return found
-            await asyncio.sleep(0.05)
+    return await eventually(
+        lambda: page(region, gateway), lambda found: wanted.items() <= found.items()
+    )
 
 
 class Streams:
@@ -122,9 +91,7 @@ async def test_a_killed_gateway_takes_only_its_own_streams(region: Region, tmp_p
         other = two if leader is one else one
         streams = [Streams(region, gateway) for gateway in (leader, leader, other, other)]
         tasks = [asyncio.create_task(item.run()) for item in streams]
-        async with asyncio.timeout(LIMIT_S):
-            while not all(item.num_whole >= 5 for item in streams):
-                await asyncio.sleep(0.02)
+        await eventually(lambda: all(item.num_whole >= 5 for item in streams))
         token = (await page(region, leader))["token"]
         leader.process.send_signal(signal.SIGKILL)
         await asyncio.wait_for(asyncio.gather(*tasks[:2]), LIMIT_S)
@@ -133,11 +100,8 @@ async def test_a_killed_gateway_takes_only_its_own_streams(region: Region, tmp_p
         assert seen["token"] > token
         assert seen["state"] == "joined"
         done = [item.num_whole for item in streams[2:]]
-        async with asyncio.timeout(LIMIT_S):
-            while not all(
-                item.num_whole >= num + 5 for item, num in zip(streams[2:], done, strict=True)
-            ):
-                await asyncio.sleep(0.02)
+        for item, num in zip(streams[2:], done, strict=True):
+            await eventually(lambda item=item, num=num: item.num_whole >= num + 5)
         for item in streams:
             item.is_over = True
         await asyncio.wait_for(asyncio.gather(*tasks), LIMIT_S)

@@ -126,7 +126,7 @@ async def test_a_leg_that_fails_after_the_landing_does_not_matter(open_region: A
 async def test_an_agent_that_goes_away_leaves_it_to_the_engine(region: Any) -> None:
     asking, transfer_id = await waiting_for_landing(region)
     region.pd.landings[transfer_id].set_result(LandingReport(state="unknown", error="killed"))
-    await region.until(lambda: transfer_id in region.engine.waiting)
+    await region.until(lambda: transfer_id in region.engine.landings)
     assert region.far.num_running == 1
     region.far.gate.set()
     status, headers, _ = await asking
@@ -141,7 +141,7 @@ async def test_a_leg_that_fails_while_the_engine_waits_gives_the_landing_back(re
     region.far.error = PrefillFailed("engine_failed", "killed")
     region.far.gate.clear()
     asking = asyncio.create_task(region.post(region.long_body()))
-    await region.until(lambda: len(region.engine.waiting) == 1)
+    await region.until(lambda: len(region.engine.landings) == 1)
     region.far.gate.set()
     status, headers, _ = await asking
     assert status == 200
@@ -156,7 +156,7 @@ async def test_a_leg_that_fails_while_the_engine_waits_may_be_replaced(open_regi
         region.prefill["a"].error = PrefillFailed("engine_failed", "killed")
         region.prefill["a"].gate.clear()
         asking = asyncio.create_task(region.post(region.long_body()))
-        await region.until(lambda: len(region.engine.waiting) == 1)
+        await region.until(lambda: len(region.engine.landings) == 1)
         region.prefill["a"].gate.set()
         status, _, _ = await asking
         assert status == 200

@@ -1,6 +1,5 @@
 """A prefill leg gets names and places of media, or one engine serves their prompt whole."""
 
-import asyncio
 import json
 from typing import Any
 
@@ -9,7 +8,9 @@ import msgspec
 import pytest
 from aiohttp import web
 from cache_doubles import FakeDirectory, MovingAgents
+from eventually import eventually
 from msgspec import structs
+from openai_engine import fixed, refusing
 
 from deploy.gateway.cache.region_caches import RegionCaches
 from kvmanager.agent.messages import CacheModel
@@ -148,9 +149,9 @@ async def test_a_job_names_the_nodes_that_have_embeddings_of_its_pictures(
             instances=(structs.replace(instance, encoder=encoder),),
             encode=EncodeReport(),
         )
-        async with asyncio.timeout(10.0):
-            while region.gateway._watcher.prefill_reports()["far"].encode is None:
-                await asyncio.sleep(0.01)
+        await eventually(
+            lambda: region.gateway._watcher.prefill_reports()["far"].encode is not None
+        )
         assert (await region.post(chat(), "/v1/chat/completions"))[0] == 200
         (job,) = region.far.jobs
         assert job.embedding_nodes == ()
@@ -193,12 +194,10 @@ async def test_a_picture_at_the_very_end_is_not_cut(region: Any) -> None:
 
 
 async def test_media_that_the_gateway_did_not_see_stay_on_one_engine(region: Any) -> None:
-    async def unseen(_request: Any, _body: Any) -> web.Response:
-        places = {"image": [{"offset": 10, "length": LENGTH}]}
-        features = {"mm_hashes": {"image": ["by path"]}, "mm_placeholders": places}
-        return web.json_response([{"token_ids": [1] * NUM_TOKENS, "features": features}])
-
-    region.engine.render_reply = unseen
+    places = {"image": [{"offset": 10, "length": LENGTH}]}
+    features = {"mm_hashes": {"image": ["by path"]}, "mm_placeholders": places}
+    rendered = [{"token_ids": [1] * NUM_TOKENS, "features": features}]
+    region.engine.render_reply = fixed(rendered)
     _, headers, _ = await region.post(region.long_body())
     assert headers["x-prfaas-reason"].startswith("multimodal")
     assert region.far.jobs == []
@@ -231,12 +230,8 @@ async def test_a_response_with_a_picture_goes_to_the_prefill_cluster(region: Any
         {"type": "input_image", "image_url": PICTURE, "detail": "auto"},
     ]
     body = {"model": "tiny", "input": [{"role": "user", "content": content}]}
-
-    async def answer(_request: Any, body: dict[str, Any]) -> web.Response:
-        await region.engine._load_landing(body)
-        return web.json_response({"object": "response", "usage": {"input_tokens": NUM_TOKENS}})
-
-    region.engine.reply = answer
+    answer = {"object": "response", "usage": {"input_tokens": NUM_TOKENS}}
+    region.engine.reply = region.engine.after_landing(fixed(answer))
     status, headers, _ = await region.post(body, "/v1/responses")
     assert (status, headers["x-prfaas-route"]) == (200, "prefill_cluster")
     assert region.engine.sources == ["landing"]
@@ -256,10 +251,7 @@ async def test_a_response_with_a_picture_goes_to_the_prefill_cluster(region: Any
 
 
 async def test_a_message_with_a_picture_stays_on_one_engine(region: Any) -> None:
-    async def answer(_request: Any, _body: Any) -> web.Response:
-        return web.json_response({"type": "message", "usage": {"input_tokens": 1}})
-
-    region.engine.reply = answer
+    region.engine.reply = fixed({"type": "message", "usage": {"input_tokens": 1}})
     source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
     turn = {"role": "user", "content": [{"type": "image", "source": source}]}
     body = {"model": "tiny", "max_tokens": 5, "messages": [turn]}
@@ -303,11 +295,7 @@ async def test_media_that_the_prefill_engine_refuses_are_not_tried_elsewhere(
         region.engine.render_reply = Renderer()
         for cluster in region.prefill.values():
             cluster.error = PrefillFailed("rejected", "a-0: HTTP 400: At most 1 image(s)")
-
-        async def refuse(_request: Any, _body: Any) -> web.Response:
-            return web.json_response(REFUSAL, status=400)
-
-        region.engine.reply = refuse
+        region.engine.reply = fixed(REFUSAL, 400)
         status, _, said = await region.post(chat(), "/v1/chat/completions")
         assert (status, json.loads(said)) == (400, REFUSAL)
         assert sum(len(cluster.jobs) for cluster in region.prefill.values()) == 1
@@ -321,10 +309,7 @@ async def test_media_that_the_prefill_engine_refuses_are_not_tried_elsewhere(
 
 
 async def test_media_that_rendering_refuses_get_the_engines_own_error(region: Any) -> None:
-    async def refuse(_request: Any, _body: Any) -> web.Response:
-        return web.json_response(REFUSAL, status=400)
-
-    region.engine.render_reply = region.engine.reply = refuse
+    region.engine.render_reply = region.engine.reply = fixed(REFUSAL, 400)
     status, headers, said = await region.post(chat(), "/v1/chat/completions")
     assert (status, json.loads(said)) == (400, REFUSAL)
     assert headers["x-prfaas-reason"].startswith("render_refused")
@@ -336,9 +321,7 @@ async def test_media_that_no_engine_takes_are_answered_at_once(region: Any) -> N
     told = await region.pd.report()
     instances = tuple(structs.replace(item, text_only=True) for item in told.instances)
     region.pd.set_report = structs.replace(told, instances=instances)
-    async with asyncio.timeout(5):
-        while not takes_text_only(region.gateway._watcher.pd_reports().values(), "tiny"):
-            await asyncio.sleep(0.01)
+    await eventually(lambda: takes_text_only(region.gateway._watcher.pd_reports().values(), "tiny"))
     status, _, answer = await region.post(chat(), "/v1/chat/completions")
     error = json.loads(answer)["error"]
     assert (status, error["code"], error["param"]) == (400, "text_only", "messages")
@@ -350,14 +333,10 @@ async def test_media_that_no_engine_takes_are_answered_at_once(region: Any) -> N
 
 async def test_too_many_pixels_are_the_clients_fault(open_region: Any) -> None:
     message = "Image size (400000000 pixels) exceeds limit, could be decompression bomb DOS attack."
-
-    async def fail(_request: Any, _body: Any) -> web.Response:
-        error = {"message": message, "type": "InternalServerError", "code": 500}
-        return web.json_response({"error": error}, status=500)
-
     async with open_region(num_engines=2) as region:
         for engine in region.engines:
-            engine.reply = engine.render_reply = fail
+            fails = refusing(500, message, type="InternalServerError")
+            engine.reply = engine.render_reply = fails
         status, _, said = await region.post(chat(), "/v1/chat/completions")
         error = json.loads(said)["error"]
         assert (status, error["code"], error["type"]) == (

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from media_server import PIXELS, MediaServer, asking, settings
+from openai_engine import fixed
 
 CHAT = "/v1/chat/completions"
 NUM_TOKENS = 300
@@ -176,11 +177,7 @@ async def test_no_endpoint_hands_an_address_on(
     good = json.loads(json.dumps(body | {"model": "tiny"}).replace("@", server.url + "/a.png"))
     bad = json.loads(json.dumps(good).replace(server.url, "http://127.0.0.2"))
     async with open_region(**settings(server)) as region:
-
-        async def answer(_request: Any, _body: Any) -> web.Response:
-            return web.json_response({"usage": {}})
-
-        region.engine.reply, region.engine.render_reply = answer, render
+        region.engine.reply, region.engine.render_reply = fixed({"usage": {}}), render
         status, _, said = await region.post(bad, path)
         assert status == 400, said
         assert region.engine.requests == []

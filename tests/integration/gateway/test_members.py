@@ -1,31 +1,29 @@
 """Instances join and leave a region that serves: real fronts in a real gateway, fake engines."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
 
 import aiohttp
 import pytest
+from eventually import eventually
+from front_access import gateway_url, pd_cluster, prefill_cluster, ready
 from front_doubles import FakeAgent, FakeEngine
 from openai_engine import OpenAiEngine
-from prometheus_client import CollectorRegistry
 from untimed_gateway import UNTIMED
 
 from deploy.gateway.app import Gateway
 from deploy.gateway.cache.region_caches import RegionCaches
 from deploy.gateway.config import GatewayConfig, ModelConfig
-from deploy.gateway.server import start_server
 from kvmanager.agent.shared_clients import AgentClients
 from kvmanager.directory.embedded import EmbeddedDirectory
-from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
-from local_pd.metrics import PdMetrics
-from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
+from local_pd.embedded import PdClusterConfig
+from prfaas.embedded import PrefillClusterConfig
 from prfaas.engines.health import ProbeTiming
 from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.prefill_run import RunnerConfig
-from prfaas.metrics import PrefillMetrics
 
 PROBING = InstancesConfig(probes=ProbeTiming(interval_s=0.1, start_interval_s=0.05), poll_load=True)
 PATH = "/prfaas/instances"
@@ -98,38 +96,25 @@ class Served:
         return {item["instance"]: item["phase"] for item in listed}
 
     async def until_phases(self, **wanted: str) -> None:
-        async with asyncio.timeout(60):
-            while await self.phases() != wanted:
-                await asyncio.sleep(0.05)
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60):
-            while not holds():
-                await asyncio.sleep(0.02)
+        await eventually(self.phases, lambda found: found == wanted)
 
 
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
     async with AsyncExitStack() as stack:
         made = Served(stack)
-        prefill = EmbeddedPrefillCluster(
+        runner = RunnerConfig(await_slice_s=0.5, cleanup_timeout_s=1.0)
+        prefill = prefill_cluster(
             "far",
             [InstanceSpec.model_validate(await made.prefiller("p0"))],
-            PrefillClusterConfig(
-                instances=PROBING, runner=RunnerConfig(await_slice_s=0.5, cleanup_timeout_s=1.0)
-            ),
-            metrics=PrefillMetrics(CollectorRegistry()),
+            PrefillClusterConfig(instances=PROBING, runner=runner),
         )
-        pd = EmbeddedPdCluster(
+        pd = pd_cluster(
             "home",
             [InstanceSpec.model_validate(await made.decoder("d0"))],
             PdClusterConfig(instances=PROBING, drain_poll_interval_s=0.05),
-            metrics=PdMetrics(CollectorRegistry()),
         )
-        for front in (prefill, pd):
-            await front.start()
-            stack.push_async_callback(front.close)
-            await front.wait_ready(60)
+        await ready(stack, prefill, pd)
         config = GatewayConfig(
             port=0,
             models=(ModelConfig(name="tiny"),),
@@ -142,10 +127,7 @@ async def served() -> AsyncIterator[Served]:
         directory = EmbeddedDirectory(agents.open)
         caches = RegionCaches(directory, agents.open, directory.follow)
         made.gateway = Gateway(config, [pd], {"far": prefill}, caches=caches)
-        runner = await start_server(made.gateway)
-        stack.push_async_callback(runner.cleanup)
-        host, port = runner.addresses[0][:2]
-        made.url = f"http://{host}:{port}"
+        made.url = await gateway_url(stack, made.gateway)
         made.session = await stack.enter_async_context(aiohttp.ClientSession())
         yield made
 
@@ -156,8 +138,8 @@ async def test_instances_join_and_leave_under_load_and_no_request_fails(served: 
     for cluster, fields in (("far", new_prefiller), ("home", new_decoder)):
         status, answer = await served.order(cluster=cluster, **fields)
         assert (status, answer["phase"]) == (202, "joining")
-    await served.until(lambda: bool(served.prefillers["p1"].requests))
-    await served.until(lambda: bool(served.decoders["d1"].requests))
+    await eventually(lambda: bool(served.prefillers["p1"].requests))
+    await eventually(lambda: bool(served.decoders["d1"].requests))
     await served.until_phases(p0="serving", p1="serving", d0="serving", d1="serving")
 
     for name in ("p0", "d0"):
@@ -166,7 +148,7 @@ async def test_instances_join_and_leave_under_load_and_no_request_fails(served: 
     await served.until_phases(p1="serving", d1="serving")
     num_before = len(served.statuses)
     asked = len(served.prefillers["p0"].requests), len(served.decoders["d0"].requests)
-    await served.until(lambda: len(served.statuses) > num_before + 40)
+    await eventually(lambda: len(served.statuses) > num_before + 40)
     for client in clients:
         client.cancel()
     await asyncio.gather(*clients, return_exceptions=True)
@@ -197,7 +179,7 @@ async def test_the_plan_is_solved_again_when_an_instance_has_joined(
     assert known.num_changes == 0
     num_steps = len(served.gateway.long_term._decisions)
     await served.order(cluster="far", **await served.prefiller("p1"))
-    await served.until(lambda: len(served.gateway.long_term._decisions) > num_steps)
+    await eventually(lambda: len(served.gateway.long_term._decisions) > num_steps)
     assert known.num_changes == 1
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from documented_metrics import undocumented
+from openai_engine import fixed, refusing
 
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"model": "tiny", "prompt": "short", "max_tokens": 4}),
@@ -171,10 +172,7 @@ async def test_several_choices_are_prefilled_once(region: Any) -> None:
 async def test_what_one_engine_must_serve_whole(
     region: Any, fields: dict[str, Any], reason: str
 ) -> None:
-    async def ok(request: Any, body: Any) -> Any:
-        return web.json_response({"ok": True})
-
-    region.engine.reply = ok
+    region.engine.reply = fixed({"ok": True})
     status, headers, _ = await region.post(region.long_body(**fields))
     assert status == 200
     assert headers["x-prfaas-route"] == "direct"
@@ -246,12 +244,7 @@ async def test_the_front_hears_of_requests_that_an_engine_never_answered(region:
     asking.cancel()
     await region.until(lambda: region.pd.ended_at == ["d0"])
     region.engine.first_token.set()
-
-    async def fail_once(request: Any, body: Any) -> Any:
-        region.engine.reply = None
-        return web.json_response({"error": {"message": "dying"}}, status=500)
-
-    region.engine.reply = fail_once
+    region.engine.reply_once(refusing(500, "dying"))
     assert (await region.post({"model": "tiny", "prompt": "short"}))[0] == 200
     await region.until(lambda: region.pd.ended_at == ["d0"] * 3)
     assert region.gateway.scheduler.live.ledger.change_since({"home/d0"}, 0.0) == 0

@@ -10,19 +10,17 @@ from typing import Any
 
 import aiohttp
 import pytest
+from eventually import eventually
+from front_access import gateway_url, pd_cluster, running
 from front_doubles import FakeAgent, FakeEngine, looked_at
-from prometheus_client import CollectorRegistry
 from untimed_gateway import NOT_TIMED
 
 from deploy.gateway.api_keys import ApiKey
 from deploy.gateway.app import Gateway
 from deploy.gateway.config import GatewayConfig, ModelConfig
 from deploy.gateway.scheduling.config import LongTermSection, SchedulingConfig
-from deploy.gateway.server import start_server
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
-from local_pd.metrics import PdMetrics
 from prfaas.engines.health import ProbeTiming
-from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
 
 ROLES = {"d0": "decode", "d1": "decode", "p0": "prefill"}
@@ -61,27 +59,15 @@ class Rig:
 async def rig() -> AsyncIterator[Rig]:
     made = Rig()
     async with AsyncExitStack() as stack:
-        node = await FakeAgent(*ROLES).start()
-        stack.push_async_callback(node.stop)
+        node = await running(stack, FakeAgent(*ROLES))
         for name in ROLES:
-            engine = made.engines[name] = await FakeEngine(node).start()
-            stack.push_async_callback(engine.stop)
-        specs = [
-            InstanceSpec(
-                name=name, url=made.engines[name].url, agent=node.target, role=role, model="tiny"
-            )
-            for name, role in ROLES.items()
-        ]
+            made.engines[name] = await running(stack, FakeEngine(node))
+        specs = [made.engines[name].spec(name, ROLES[name], model="tiny") for name in ROLES]
         probing = InstancesConfig(
             probes=ProbeTiming(interval_s=0.05, start_interval_s=0.05), poll_load=True
         )
-        pd = EmbeddedPdCluster(
-            "home",
-            specs,
-            PdClusterConfig(drain_poll_interval_s=0.02, instances=probing),
-            metrics=PdMetrics(CollectorRegistry()),
-        )
-        made.pd = pd
+        settings = PdClusterConfig(drain_poll_interval_s=0.02, instances=probing)
+        pd = made.pd = pd_cluster("home", specs, settings)
         await pd.start()
         # Several gateways shared the region before, and one of them led.
         await pd.resume("d0", leader=int(time.time() * 1000) - 60_000)
@@ -96,10 +82,7 @@ async def rig() -> AsyncIterator[Rig]:
                 long_term=LongTermSection(dwell_s=0, mode="off"), calibration=NOT_TIMED
             ),
         )
-        runner = await start_server(Gateway(config, [pd], {}))
-        stack.push_async_callback(runner.cleanup)
-        host, port = runner.addresses[0][:2]
-        made.url = f"http://{host}:{port}"
+        made.url = await gateway_url(stack, Gateway(config, [pd], {}))
         made.session = await stack.enter_async_context(aiohttp.ClientSession())
         yield made
 
@@ -118,10 +101,10 @@ async def test_roles_change_there_and_back_while_requests_run(rig: Rig) -> None:
     status, role = await rig.order("?wait=1", instance="d1", role="prefill", expected_epoch=0)
     assert (status, role["role"], role["epoch"], role["phase"]) == (200, "prefill", 1, "ready")
     assert (await rig.roles())["d1"] == ("prefill", 1)
-    num_given = len(rig.engines["d1"].requests)
+    num_given = len(rig.engines["d1"].posted)
     for _ in range(20):
         assert await rig.ask() == 200
-    assert len(rig.engines["d1"].requests) == num_given
+    assert len(rig.engines["d1"].posted) == num_given
     status, refusal = await rig.order(instance="d0", role="prefill")
     assert (status, refusal["error"]["code"]) == (409, "last_of_its_role")
     assert (await rig.order(instance="d1", role="decode", wait=True))[0] == 200
@@ -149,7 +132,7 @@ async def test_orders_need_an_operators_key_and_are_answered_at_once(rig: Rig) -
     ) as answer:
         assert answer.status == 403
         assert (await answer.json())["error"]["code"] == "not_an_operator"
-    rig.engines["d1"].may_answer.clear()
+    rig.engines["d1"].first_token.clear()
     hanging = [asyncio.create_task(rig.ask()) for _ in range(2)]
     await rig.engines["d1"].wait_requests(1)
     status, role = await rig.order(instance="d1", role="prefill")
@@ -161,11 +144,9 @@ async def test_orders_need_an_operators_key_and_are_answered_at_once(rig: Rig) -
     )
     await looked_at(rig.engines["d1"])
     assert (await rig.roles())["d1"] == ("decode", 0)
-    rig.engines["d1"].may_answer.set()
+    rig.engines["d1"].first_token.set()
     assert await asyncio.gather(*hanging) == [200, 200]
-    async with asyncio.timeout(10):
-        while (await rig.roles())["d1"] != ("prefill", 1):
-            await asyncio.sleep(0.02)
+    await eventually(rig.roles, lambda roles: roles["d1"] == ("prefill", 1))
 
 
 async def test_a_front_that_follows_another_gateway_says_so(rig: Rig) -> None:

@@ -5,8 +5,8 @@ import json
 from typing import Any
 
 import pytest
-from aiohttp import web
 from live_region_cases import snapshot
+from openai_engine import refusing
 
 from deploy.ops.explain import find_records
 from deploy.ops.explain_view import ttft_error
@@ -158,12 +158,7 @@ async def test_what_the_engine_refuses_is_no_traffic(
     assert (await region.post(region.long_body(**STREAM)))[0] == 200
     known = region.gateway.scheduler.knowledge("tiny").traffic
     now_s = region.gateway.scheduler.clock
-
-    async def refuse(_request: web.Request, _body: Any) -> web.Response:
-        error = {"error": {"message": "no", "code": status}}
-        return web.json_response(error, status=status)
-
-    region.engine.reply = refuse
+    region.engine.reply = refusing(status)
     for _ in range(5):
         assert (await region.post(region.long_body(stream=stream)))[0] == status
     assert known.measured(now_s()).uncached.num == pytest.approx(1 + 5 * is_traffic)

@@ -1,68 +1,35 @@
 """`prfaas gateway` as a process: it says when it is ready, drains on SIGTERM, and leaves."""
 
 import asyncio
-import json
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from eventually import eventually
+from serving_process import gateway_file, only_engine, serving, started
 from typer.testing import CliRunner
 
 from deploy.cli import app
 
-RUN = "import typer; from deploy.gateway.cli import gateway_command as c; typer.run(c)"
-
-
-async def start(path: Path, *options: str) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", RUN, "--config", str(path), "--port", "0", *options),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-
-
-async def end_of(process: asyncio.subprocess.Process) -> tuple[int | None, bytes]:
-    """Exit status and standard error of a process that should end by itself."""
-    try:
-        _, errors = await asyncio.wait_for(process.communicate(), 60)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    return process.returncode, errors
-
 
 def write(folder: Path, engine_url: str) -> Path:
-    instance = {"name": "d0", "url": engine_url, "agent": "127.0.0.1:1", "model": "tiny"}
-    content = {
-        "gateway": {"models": [{"name": "tiny"}]},
-        "pd": {"name": "home", "instances": [instance]},
-        "prefill": [{"name": "far", "front": "127.0.0.1:1"}],
-        "log_dir": str(folder),
-    }
-    path = folder / "gateway.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return path
+    prefill = [{"name": "far", "front": "127.0.0.1:1"}]
+    return gateway_file(folder / "gateway.yaml", only_engine(engine_url), prefill=prefill)
 
 
 async def until_draining(region: Any, url: str) -> None:
-    async with asyncio.timeout(20):
-        while True:
-            async with region.session.get(f"{url}/readyz") as response:
-                if await response.text() == "draining\n":
-                    return
-            await asyncio.sleep(0.02)
+    async def readiness() -> Any:
+        async with region.session.get(f"{url}/readyz") as response:
+            return await response.text()
+
+    await eventually(readiness, lambda text: text == "draining\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_it_serves_drains_and_leaves(region: Any, tmp_path: Path, number: int) -> None:
-    process = await start(write(tmp_path, region.engine.url))
-    try:
-        assert process.stdout is not None
-        ready = json.loads(await asyncio.wait_for(process.stdout.readline(), 20))
+    file = write(tmp_path, region.engine.url)
+    async with serving("gateway", file, "--port", "0") as (process, ready):
         assert ready["event"] == "ready"
         region.engine.first_token.clear()
         body = {"model": "tiny", "prompt": "x" * 3000, "stream": True}
@@ -78,17 +45,11 @@ async def test_it_serves_drains_and_leaves(region: Any, tmp_path: Path, number: 
             assert response.headers["x-prfaas-reason"].startswith("prefill_cluster_unhealthy")
             assert (await response.read()).endswith(b"data: [DONE]\n\n")
         assert await asyncio.wait_for(process.wait(), 15) == 0
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
 
 
 async def test_a_second_signal_does_not_wait(region: Any, tmp_path: Path) -> None:
-    process = await start(write(tmp_path, region.engine.url))
-    try:
-        assert process.stdout is not None
-        ready = json.loads(await asyncio.wait_for(process.stdout.readline(), 20))
+    file = write(tmp_path, region.engine.url)
+    async with serving("gateway", file, "--port", "0") as (process, ready):
         region.engine.first_token.clear()
         url = ready["url"] + "/v1/completions"
         body = {"model": "tiny", "prompt": "x"}
@@ -101,10 +62,6 @@ async def test_a_second_signal_does_not_wait(region: Any, tmp_path: Path) -> Non
         assert await asyncio.wait_for(process.wait(), 15) == 0
         await region.until(lambda: region.engine.num_aborted == 1)
         await asyncio.gather(asking, return_exceptions=True)
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
 
 
 def test_mistakes_end_it_with_a_message(tmp_path: Path) -> None:
@@ -118,6 +75,8 @@ def test_mistakes_end_it_with_a_message(tmp_path: Path) -> None:
 
 async def test_a_taken_port_ends_it_with_a_message(region: Any, tmp_path: Path) -> None:
     port = region.url.rpartition(":")[2]
-    status, errors = await end_of(await start(write(tmp_path, region.engine.url), "--port", port))
-    assert status == 1
+    file = write(tmp_path, region.engine.url)
+    process = await started("gateway", file, "--port", port, stderr=asyncio.subprocess.PIPE)
+    _, errors = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 1
     assert b"cannot serve on" in errors

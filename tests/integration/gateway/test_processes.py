@@ -1,11 +1,9 @@
 """A gateway of two processes on one port, as real processes: with a front, Redis and an engine."""
 
 import asyncio
-import json
 import os
 import signal
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,16 +12,16 @@ import aiohttp
 import psutil
 import pytest
 import yaml
+from eventually import eventually
 from openai_engine import OpenAiEngine
 from prometheus_client.parser import text_string_to_metric_families
 from redis_server import RedisServer
+from serving_process import gateway_file, only_engine, serving, started
 
 pytestmark = pytest.mark.slow
 
 LIMIT_S = 120
 LITTLE = {"tokens_per_s": 0.001, "burst_tokens": 1}
-FRONT = "import typer; from local_pd.cli import pd_command as c; typer.run(c)"
-GATEWAY = "import typer; from deploy.gateway.cli import gateway_command as c; typer.run(c)"
 
 
 class Gateway:
@@ -79,57 +77,27 @@ class Gateway:
         return found
 
 
-async def until(holds: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not await holds():
-            await asyncio.sleep(0.05)
-
-
-@asynccontextmanager
-async def process(code: str, file: Path, *options: str) -> AsyncIterator[Any]:
-    """A process that is ready, and what it said then."""
-    started = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", code, "--config", str(file), *options),
-        stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        assert started.stdout is not None
-        async with asyncio.timeout(LIMIT_S):
-            yield started, json.loads(await started.stdout.readline())
-    finally:
-        if started.returncode is None:
-            started.kill()
-        await started.communicate()
-
-
 @asynccontextmanager
 async def opened(folder: Path) -> AsyncIterator[Gateway]:
     async with AsyncExitStack() as stack:
         server = stack.enter_context(RedisServer(folder))
-        engine = OpenAiEngine("d0")
-        await engine.start()
+        engine = await OpenAiEngine("d0").start()
         stack.push_async_callback(engine.stop)
-        instance = {"name": "d0", "url": engine.url, "agent": "127.0.0.1:1", "model": "tiny"}
-        front = folder / "front.yaml"
-        settings = {"name": "home", "listen": "127.0.0.1:0", "instances": [instance]}
-        front.write_text(yaml.safe_dump(settings))
-        _, said = await stack.enter_async_context(process(FRONT, front))
-        file = folder / "gateway.yaml"
-        content = {
-            "gateway": {
-                "models": [{"name": "tiny"}],
-                "port": 0,
-                "processes": 2,
-                "shared": {"redis": server.url, "region": "r"},
-                "scheduling": {"calibration": {"mode": "off"}},
-                "state": str(folder / "learned"),
-            },
-            "pd": {"name": "home", "front": said["control"]},
-            "log_dir": str(folder),
+        front = {"name": "home", "listen": "127.0.0.1:0", **only_engine(engine.url)}
+        (folder / "front.yaml").write_text(yaml.safe_dump(front))
+        how = {"start_new_session": True}
+        process = serving("pd", folder / "front.yaml", **how)
+        _, said = await stack.enter_async_context(process)
+        settings = {
+            "port": 0,
+            "processes": 2,
+            "shared": {"redis": server.url, "region": "r"},
+            "scheduling": {"calibration": {"mode": "off"}},
+            "state": str(folder / "learned"),
         }
-        file.write_text(yaml.safe_dump(content))
-        parent, ready = await stack.enter_async_context(process(GATEWAY, file))
+        pd = {"front": said["control"]}
+        file = gateway_file(folder / "gateway.yaml", pd, gateway=settings)
+        parent, ready = await stack.enter_async_context(serving("gateway", file, **how))
         gateway = Gateway(parent, ready, file, engine)
         stack.push_async_callback(gateway.session.close)
         yield gateway
@@ -174,7 +142,7 @@ async def orders_find_the_leader(gateway: Gateway) -> None:
         pages = [(await gateway.get("/prfaas/gateways"))[1] for _ in range(4)]
         return all(page["state"] == "joined" and page["leader"] for page in pages)
 
-    await until(is_led)
+    await eventually(is_led)
     # The only instance that decodes keeps its role, and the leader alone can say so.
     order = {"instance": "d0", "role": "prefill"}
     for _ in range(12):
@@ -194,7 +162,7 @@ async def a_changed_file_reaches_both(gateway: Gateway) -> None:
     async def both_refuse() -> bool:
         return {(await gateway.post())[0] for _ in range(12)} == {429}
 
-    await until(both_refuse)
+    await eventually(both_refuse)
     del content["gateway"]["scheduling"]["admission"]
     gateway.file.write_text(yaml.safe_dump(content))
     gateway.parent.send_signal(signal.SIGHUP)
@@ -202,7 +170,7 @@ async def a_changed_file_reaches_both(gateway: Gateway) -> None:
     async def both_serve() -> bool:
         return {(await gateway.post())[0] for _ in range(12)} == {200}
 
-    await until(both_serve)
+    await eventually(both_serve)
     assert [item["pid"] for item in await gateway.processes()] == gateway.pids
 
 
@@ -213,14 +181,14 @@ async def ctrl_c_drains_both(gateway: Gateway) -> None:
     async def all_wait() -> bool:
         return gateway.engine.num_serving == 8
 
-    await until(all_wait)
+    await eventually(all_wait)
     # A terminal sends it to its whole process group.
     os.killpg(gateway.parent.pid, signal.SIGINT)
 
     async def both_drain() -> bool:
         return {(await gateway.get_text("/readyz")) for _ in range(12)} == {"draining\n"}
 
-    await until(both_drain)
+    await eventually(both_drain)
     assert [(await gateway.post())[0] for _ in range(12)] == [503] * 12
     gateway.engine.first_token.set()
     answers = await asyncio.gather(*asking)
@@ -260,11 +228,7 @@ async def test_one_process_is_killed_and_started_again(tmp_path: Path) -> None:
 
         async def served_more(num: int) -> None:
             wanted = num_whole + num
-
-            async def has() -> bool:
-                return num_whole >= wanted
-
-            await until(has)
+            await eventually(lambda: num_whole >= wanted)
 
         tasks = [asyncio.create_task(ask_on()) for _ in range(4)]
         tasks.append(asyncio.create_task(scrape_on()))
@@ -272,11 +236,7 @@ async def test_one_process_is_killed_and_started_again(tmp_path: Path) -> None:
             await served_more(50)
             assert broken == []
             os.kill(gateway.pids[0], signal.SIGKILL)
-
-            async def is_gone() -> bool:
-                return not psutil.pid_exists(gateway.pids[0])
-
-            await until(is_gone)
+            await eventually(lambda: not psutil.pid_exists(gateway.pids[0]))
             await served_more(50)  # by the other one
             broken_by_kill = list(broken)
 
@@ -284,7 +244,7 @@ async def test_one_process_is_killed_and_started_again(tmp_path: Path) -> None:
                 first, _ = await gateway.processes()
                 return bool(first["state"] == "serving" and first["restarts"] == 1)
 
-            await until(is_back)
+            await eventually(is_back)
             await served_more(50)
         finally:
             is_over = True
@@ -303,11 +263,7 @@ async def test_one_process_is_killed_and_started_again(tmp_path: Path) -> None:
 
 async def they_end_with_their_parent(gateway: Gateway, pids: list[int]) -> None:
     gateway.parent.kill()
-
-    async def are_gone() -> bool:
-        return not [pid for pid in pids if psutil.pid_exists(pid)]
-
-    await until(are_gone)
+    await eventually(lambda: not any(map(psutil.pid_exists, pids)))
 
 
 async def test_a_file_that_needs_another_port_or_setting_says_so(tmp_path: Path) -> None:
@@ -324,10 +280,7 @@ async def test_a_file_that_needs_another_port_or_setting_says_so(tmp_path: Path)
 
     async def failed(content: dict[str, Any]) -> tuple[int | None, str]:
         file.write_text(yaml.safe_dump(content))
-        ended = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", GATEWAY, "--config", str(file)),
-            stderr=asyncio.subprocess.PIPE,
-        )
+        ended = await started("gateway", file, stderr=asyncio.subprocess.PIPE)
         async with asyncio.timeout(LIMIT_S):
             _, errors = await ended.communicate()
         return ended.returncode, errors.decode()

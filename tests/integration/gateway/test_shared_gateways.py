@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from eventually import eventually
 from gateway_region import Region
 from redis.exceptions import RedisError
 from redis_server import RedisServer
-from shared_gateways import MODEL, ask, body, gateways, limited, num_seen, page, served, until
+from shared_gateways import MODEL, ask, body, gateways, limited, num_seen, page, served
 
 from deploy.gateway.config import SharedSection
 from deploy.gateway.sharing import redis_region
@@ -35,10 +36,10 @@ async def test_both_learn_from_the_requests_of_both(open_region: Any, server: Re
         await ask(one, 10)
         await ask(two, 7)
         # The first of all teaches no times, because its length was not known before its end.
-        await until(lambda: num_seen(one) == num_seen(two) == 16)
+        await eventually(lambda: num_seen(one) == num_seen(two) == 16)
         first, second = (item.gateway.scheduler.knowledge(MODEL) for item in (one, two))
         bytes_per_token = pytest.approx(first.lengths.bytes_per_token, rel=0.01)
-        await until(lambda: second.lengths.bytes_per_token == bytes_per_token)
+        await eventually(lambda: second.lengths.bytes_per_token == bytes_per_token)
         traffic = [
             known.traffic.measured(item.gateway.scheduler.clock())
             for known, item in ((first, one), (second, two))
@@ -72,11 +73,11 @@ async def test_each_sees_what_the_other_has_under_way(
         one.engine.next_token.clear()
         asking = asyncio.create_task(one.post(body(stream=True)))
         live = two.gateway.scheduler.live
-        await until(lambda: live.ledger.requests == {"home/d0": 1})
+        await eventually(lambda: live.ledger.requests == {"home/d0": 1})
         assert [peer.requests for peer in page(two).peers] == [1]
         one.engine.next_token.set()
         assert (await asking)[0] == 200
-        await until(lambda: not live.ledger.requests)
+        await eventually(lambda: not live.ledger.requests)
 
 
 async def test_nothing_is_left_of_a_gateway_that_vanished(
@@ -85,13 +86,13 @@ async def test_nothing_is_left_of_a_gateway_that_vanished(
     async with gateways(open_region, server.url) as (one, two):
         one.gateway.scheduler.tell(InstanceGiven("home/d0"))
         live = two.gateway.scheduler.live
-        await until(lambda: live.ledger.requests == {"home/d0": 1})
+        await eventually(lambda: live.ledger.requests == {"home/d0": 1})
         sharing = one.gateway.sharing
         assert sharing is not None
         for task in sharing._tasks:
             task.cancel()  # it beats no more, as after a kill
-        await until(lambda: not live.ledger.requests)
-        await until(lambda: page(two).leads)
+        await eventually(lambda: not live.ledger.requests)
+        await eventually(lambda: page(two).leads)
         assert page(two).peers == []
 
 
@@ -106,13 +107,13 @@ async def test_together_they_let_in_what_one_would(open_region: Any, server: Red
             asked = [
                 asyncio.create_task(item.post(body())) for _ in range(20) for item in (one, two)
             ]
-            await until(lambda asked=asked: sum(task.done() for task in asked) == 30)
+            await eventually(lambda asked=asked: sum(task.done() for task in asked) == 30)
             # Requests that are refused are answered at once; those that are let in wait.
-            await until(lambda: one.engine.num_serving == 10)
+            await eventually(lambda: one.engine.num_serving == 10)
             one.engine.first_token.set()
             assert await statuses(asked) == [200] * 10 + [429] * 30
             # What was given back in one gateway is there for the other.
-            await until(lambda: not any(page(item).peers[0].requests for item in (one, two)))
+            await eventually(lambda: not any(page(item).peers[0].requests for item in (one, two)))
 
 
 async def test_a_budget_of_tokens_per_second_is_one_for_both(
@@ -142,7 +143,7 @@ async def test_a_request_that_is_given_up_gives_its_budget_back(
     async with gateways(open_region, server.url, **limited(max_requests=1)) as (one, two):
         one.engine.first_token.clear()
         asking = asyncio.create_task(one.post(body()))
-        await until(lambda: one.engine.num_serving == 1)
+        await eventually(lambda: one.engine.num_serving == 1)
         assert (await two.post(body()))[0] == 429
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
@@ -152,29 +153,29 @@ async def test_a_request_that_is_given_up_gives_its_budget_back(
 
 async def test_one_leads_and_another_takes_over(open_region: Any, server: RedisServer) -> None:
     async with gateways(open_region, server.url) as (one, two):
-        await until(lambda: page(one).leads != page(two).leads)
+        await eventually(lambda: page(one).leads != page(two).leads)
         leader, other = (one, two) if page(one).leads else (two, one)
         assert page(other).leader == page(leader).name
-        await until(lambda: page(leader).token > 0)
+        await eventually(lambda: page(leader).token > 0)
         token = page(leader).token
         assert leader.gateway.sharing is not None
         await leader.gateway.sharing.close()
-        await until(lambda: page(other).leads)
+        await eventually(lambda: page(other).leads)
         assert page(other).token > token
 
 
 async def test_the_plan_of_the_leader_holds_in_all(open_region: Any, server: RedisServer) -> None:
     async with gateways(open_region, server.url) as (one, two):
-        await until(lambda: page(one).leads != page(two).leads)
+        await eventually(lambda: page(one).leads != page(two).leads)
         leader, other = (one, two) if page(one).leads else (two, one)
         leader.gateway.scheduler.tell(ThresholdPlanned("far", 4321.0, 5e8))
-        await until(lambda: other.gateway.scheduler.base_tokens() == {"far": 4321.0})
+        await eventually(lambda: other.gateway.scheduler.base_tokens() == {"far": 4321.0})
         assert (await other.gateway.long_term.step()) == []  # it decides nothing itself
 
 
 async def test_operators_are_sent_to_the_leader(open_region: Any, server: RedisServer) -> None:
     async with gateways(open_region, server.url) as (one, two):
-        await until(lambda: page(one).leads != page(two).leads)
+        await eventually(lambda: page(one).leads != page(two).leads)
         other = two if page(one).leads else one
         one.pd.engine_numbers = {"role": "decode"}
         order = {"instance": "d0", "role": "prefill"}
@@ -213,34 +214,34 @@ async def test_without_redis_they_go_on_alone_and_join_again(
             one, two = regions
             load = Load(regions)
             tasks = [asyncio.create_task(load.run()) for _ in range(2)]
-            await until(lambda: load.num_ok >= 20)
+            await eventually(lambda: load.num_ok >= 20)
             server.__exit__()
-            await until(lambda: all(page(item).state == "alone" for item in regions))
+            await eventually(lambda: all(page(item).state == "alone" for item in regions))
             assert "Redis" in page(one).error
             assert "goes on alone" in caplog.text
             done = load.num_ok
-            await until(lambda: load.num_ok >= done + 40)
+            await eventually(lambda: load.num_ok >= done + 40)
             # Each holds its part of a limit: together they let in no more than one would.
             one.engine.first_token.clear()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await until(lambda: one.gateway.num_in_flight + two.gateway.num_in_flight == 0)
+            await eventually(lambda: one.gateway.num_in_flight + two.gateway.num_in_flight == 0)
             asked = [asyncio.create_task(item.post(body())) for _ in range(8) for item in regions]
-            await until(lambda: sum(task.done() for task in asked) == 10)
-            await until(lambda: one.engine.num_serving == 6)
+            await eventually(lambda: sum(task.done() for task in asked) == 10)
+            await eventually(lambda: one.engine.num_serving == 6)
             server.__enter__()
-            await until(lambda: all(page(item).state == "joined" for item in regions))
+            await eventually(lambda: all(page(item).state == "joined" for item in regions))
             # What was let in meanwhile counts: the limit is reached for everybody.
             assert (await one.post(body()))[0] == 429
             one.engine.first_token.set()
             assert await statuses(asked) == [200] * 6 + [429] * 10
             assert load.wrong == []
-            await until(lambda: num_seen(one) == num_seen(two))
+            await eventually(lambda: num_seen(one) == num_seen(two))
             await served(two)
             tasks = [asyncio.create_task(load.run())]
             done = load.num_ok
-            await until(lambda: load.num_ok >= done + 20)
+            await eventually(lambda: load.num_ok >= done + 20)
             tasks[0].cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             assert load.wrong == []
@@ -263,13 +264,13 @@ async def test_what_redis_lost_before_the_others_heard_it_is_told_again(
             for task in deaf._tasks:
                 task.cancel()
             await ask(one, 6)
-            await until(lambda: page(one).pending == 0)
+            await eventually(lambda: page(one).pending == 0)
             server.__exit__()
-            await until(lambda: page(one).state == "alone")
+            await eventually(lambda: page(one).state == "alone")
             server.__enter__()
             deaf._tasks = [asyncio.create_task(deaf._beat_on())]
             deaf._tasks += [asyncio.create_task(deaf._exchange_on())]
-            await until(lambda: num_seen(one) == num_seen(two) == 5)
+            await eventually(lambda: num_seen(one) == num_seen(two) == 5)
     finally:
         if server._process is not None and server._process.poll() is None:
             server.__exit__()
@@ -290,9 +291,9 @@ async def test_a_gateway_starts_without_redis_and_joins_later(
         before = num_seen(region)
         assert before >= 3
         with server:
-            await until(lambda: page(region).state == "joined")
+            await eventually(lambda: page(region).state == "joined")
             assert num_seen(region) == before
-            await until(lambda: page(region).pending == 0)
+            await eventually(lambda: page(region).pending == 0)
 
 
 @pytest.fixture
@@ -313,9 +314,9 @@ async def test_the_rights_in_the_documentation_are_enough(
     shared = SharedSection(redis=url, region="r", name="g0")
     opened = open_region(prefill=(), owned={"shared": region_at(url, "r")}, shared=shared, **limit)
     async with opened as region:
-        await until(lambda: page(region).state == "joined")
+        await eventually(lambda: page(region).state == "joined")
         await ask(region, 5)
-        await until(lambda: page(region).leads and page(region).pending == 0)
+        await eventually(lambda: page(region).leads and page(region).pending == 0)
         assert page(region).error == ""
     assert await operator.exists("prfaas:gw1:r:learned")
     stranger = redis_region.connect(url, timeout_s=20)

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from eventually import eventually
+from openai_engine import refusing
 from otlp_receiver import OtlpReceiver, ReceivedSpan, check_tree
 from whole_region import BODY, Whole, ask, whole_region
 
@@ -48,9 +50,8 @@ async def ask_patiently(whole: Whole, **fields: Any) -> None:
     num_before = len(whole.gateway.records)
     whole.decoder.first_token.clear()
     asking = asyncio.create_task(ask(whole, **fields))
-    async with asyncio.timeout(20):
-        while len(whole.gateway.records) == num_before or whole.gateway.records[-1].leg is None:
-            await asyncio.sleep(0.01)
+    records = whole.gateway.records
+    await eventually(lambda: len(records) > num_before and records[-1].leg is not None)
     whole.decoder.first_token.set()
     await asking
 
@@ -128,7 +129,7 @@ async def test_both_engines_are_told_of_the_spans_that_ask_them(
     await ask_patiently(whole, stream=True)
     record = await whole.record()
     spans = await receiver.trace(record.trace_id, EVERYTHING)
-    told = [whole.prefiller.headers[-1]["traceparent"]]
+    told = [whole.prefiller.requests[-1][1]["traceparent"]]
     told += [headers["traceparent"] for path, headers, _ in whole.decoder.requests[-1:]]
     asking = [one(spans, "engine"), one(spans, "decode")]
     assert told == [f"00-{record.trace_id}-{span.span_id}-01" for span in asking]
@@ -144,11 +145,11 @@ async def test_a_clients_trace_goes_on_and_its_wish_decides(
     spans = await receiver.trace(mine, EVERYTHING)
     assert check_tree(spans, SLACK_S).parent_id == "cd" * 8
     assert receiver.of_trace(quiet) == []
-    assert whole.prefiller.headers[0]["traceparent"] == f"00-{quiet}-{'cd' * 8}-00"
+    assert whole.prefiller.requests[0][1]["traceparent"] == f"00-{quiet}-{'cd' * 8}-00"
 
 
 async def test_a_failed_prefill_shows_as_an_error(whole: Whole, receiver: OtlpReceiver) -> None:
-    whole.prefiller.status, whole.share = 400, 0.5
+    whole.prefiller.reply, whole.share = refusing(400), 0.5
     await ask(whole, stream=True)
     record = await whole.record()
     # Every process exports on its own: all spans of the failed prefill are waited for.

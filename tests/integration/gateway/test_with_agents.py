@@ -42,7 +42,7 @@ async def test_kvcache_moves_and_the_numbers_are_known(whole: Whole, stream: boo
 
 async def test_a_killed_sending_agent_means_recomputing(whole: Whole) -> None:
     whole.share = 0.5
-    whole.prefiller.may_answer.clear()
+    whole.prefiller.first_token.clear()
     asking = asyncio.create_task(ask(whole))
     await whole.prefiller.wait_requests(1)
     whole.sending.end(signal.SIGKILL)
@@ -55,7 +55,7 @@ async def test_a_killed_sending_agent_means_recomputing(whole: Whole) -> None:
 
 async def test_a_receiving_agent_killed_before_the_landing_means_recomputing(whole: Whole) -> None:
     whole.share = 0.5
-    whole.prefiller.may_answer.clear()
+    whole.prefiller.first_token.clear()
     asking = asyncio.create_task(ask(whole))
     await whole.prefiller.wait_requests(1)
     whole.receiving.end(signal.SIGKILL)
@@ -68,7 +68,7 @@ async def test_a_receiving_agent_killed_before_the_landing_means_recomputing(who
 
 async def test_a_client_that_leaves_frees_the_landing(whole: Whole) -> None:
     whole.share = 0.5
-    whole.prefiller.may_answer.clear()
+    whole.prefiller.first_token.clear()
     asking = asyncio.create_task(ask(whole, stream=True))
     await whole.prefiller.wait_requests(1)
     asking.cancel()

@@ -4,7 +4,8 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from front_doubles import eventually, looked_at
+from eventually import eventually
+from front_doubles import looked_at
 from pd_front_rig import CONFIG, PdRig, make_rig
 
 from local_pd.errors import NoInstance, RoleRefused
@@ -115,14 +116,14 @@ async def test_an_engine_that_drains_serves_what_no_other_can(rig: PdRig) -> Non
 
 async def test_draining_waits_for_local_prefills(rig: PdRig) -> None:
     slot = await rig.reserve()
-    rig.engines["p0"].may_answer.clear()
+    rig.engines["p0"].first_token.clear()
     job = asyncio.create_task(rig.front.prefill_locally(rig.job_for(slot)))
     await rig.engines["p0"].wait_requests(1)
     draining = asyncio.create_task(rig.front.drain("p0"))
     await eventually(lambda: rig.embedded._instances.by_name["p0"].draining)
     await looked_at(rig.engines["p0"])
     assert not draining.done()
-    rig.engines["p0"].may_answer.set()
+    rig.engines["p0"].first_token.set()
     assert (await job).instance == "p0"
     async with asyncio.timeout(5):
         await draining

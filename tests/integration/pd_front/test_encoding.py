@@ -6,16 +6,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import pytest
-from front_access import started_pd
-from front_doubles import (
-    FakeAgent,
-    FakeEngine,
-    encoded_names,
-    eventually,
-    image_job,
-    image_part,
-    looked_at,
-)
+from eventually import eventually
+from front_access import pd_cluster, running, started_pd
+from front_doubles import FakeAgent, FakeEngine, encoded_names, image_job, image_part, looked_at
 from msgspec import json, structs
 from pd_front_rig import CONFIG
 from prometheus_client import CollectorRegistry
@@ -27,12 +20,10 @@ from local_pd.cluster import PdCluster
 from local_pd.embedded import EmbeddedPdCluster
 from local_pd.errors import FrontUnreachable
 from local_pd.messages import ReserveRequest
-from local_pd.metrics import PdMetrics
 from local_pd.remote import RemotePdCluster
 from prfaas.encoding.metrics import EncodeMetrics
 from prfaas.encoding.values import EncodeDone, EncodeOrder
 from prfaas.engines.errors import PrefillFailed
-from prfaas.engines.instance import InstanceSpec
 from prfaas.jobs import PrefillJob
 from scheduler.encoding.values import EncodeConfig
 
@@ -67,27 +58,20 @@ async def made(kind: str, instances: dict[str, str]) -> AsyncIterator[Rig]:
     """`instances`: roles by name; those of names with "ed" encode as well."""
     rig = Rig()
     async with AsyncExitStack() as stack:
-        rig.node = await FakeAgent(*instances).start()
+        rig.node = await running(stack, FakeAgent(*instances))
         rig.node.encoder, rig.node.embeddings = ENCODER, EmbeddingStatus()
-        stack.push_async_callback(rig.node.stop)
         specs = []
         for name, role in instances.items():
-            engine = rig.engines[name] = await FakeEngine(rig.node).start()
-            stack.push_async_callback(engine.stop)
-            fields = {"name": name, "url": engine.url, "agent": rig.node.target, "role": role}
-            specs.append(InstanceSpec.model_validate(fields | {"encodes": "ed" in name}))
-        config = replace(CONFIG, encode=EncodeConfig(timeout_s=5.0))
-        rig.embedded = EmbeddedPdCluster(
-            "west",
-            specs,
-            replace(config, keep_leases=kind == "embedded"),
-            metrics=PdMetrics(CollectorRegistry()),
-            encode_metrics=EncodeMetrics(CollectorRegistry()),
-        )
+            engine = rig.engines[name] = await running(stack, FakeEngine(rig.node))
+            specs.append(engine.spec(name, role, encodes="ed" in name))
+        encode, keep_leases = EncodeConfig(timeout_s=5.0), kind == "embedded"
+        config = replace(CONFIG, encode=encode, keep_leases=keep_leases)
+        metrics = EncodeMetrics(CollectorRegistry())
+        rig.embedded = pd_cluster("west", specs, config, encode_metrics=metrics)
         rig.front = await started_pd(stack, kind, rig.embedded)
         yield rig
         for engine in rig.engines.values():
-            engine.may_answer.set()
+            engine.first_token.set()
 
 
 @pytest.fixture(params=["embedded", "remote"])
@@ -114,7 +98,7 @@ async def test_a_hand_off_has_its_images_encoded(apart: Rig) -> None:
     assert result.media == {"encoded": 2}
     assert result.encode_s > 0
     assert sorted(encoded_names(apart.engines["e"])) == ["a", "b"]
-    assert len(apart.engines["p"].requests) == 1
+    assert len(apart.engines["p"].posted) == 1
 
 
 async def test_an_instance_that_decodes_encodes_one_at_a_time(beside: Rig) -> None:
@@ -122,25 +106,25 @@ async def test_an_instance_that_decodes_encodes_one_at_a_time(beside: Rig) -> No
 
     def seen(_body: object) -> None:
         nonlocal most
-        most = max(most, engine.running)
+        most = max(most, engine.num_serving)
 
     engine.before_answer = seen
     result = await beside.front.prefill_locally(await beside.job(1, "a", "b", "c"))
     assert result.media == {"encoded": 3}
     assert most == 1
     # Its KVCache must not fill the node's prefix cache.
-    assert engine.requests[0]["kv_transfer_params"] == {"prfaas_encodes_only": True}
+    assert engine.posted[0]["kv_transfer_params"] == {"prfaas_encodes_only": True}
 
 
 async def test_a_job_that_waits_for_its_images_is_reported(apart: Rig) -> None:
-    apart.engines["e"].may_answer.clear()
+    apart.engines["e"].first_token.clear()
     task = asyncio.create_task(apart.front.prefill_locally(await apart.job(1, "a")))
     await apart.engines["e"].wait_requests(1)
     report = await apart.front.report()
     assert [(job.instance, job.num_tokens) for job in report.jobs] == [("", 6)]
     assert report.encode is not None
     assert [one.running_media for one in report.encode.instances] == [1]
-    apart.engines["e"].may_answer.set()
+    apart.engines["e"].first_token.set()
     assert (await task).media == {"encoded": 1}
     assert (await apart.front.report()).jobs == ()
 
@@ -152,18 +136,18 @@ async def test_nothing_is_encoded_where_no_instance_could_prefill(apart: Rig) ->
     with pytest.raises(PrefillFailed) as caught:
         await apart.front.prefill_locally(job)
     assert caught.value.code == "no_instance"
-    assert not apart.engines["e"].requests
+    assert not apart.engines["e"].posted
 
 
 async def test_a_cancelled_hand_off_stops_its_images(apart: Rig) -> None:
-    apart.engines["e"].may_answer.clear()
+    apart.engines["e"].first_token.clear()
     task = asyncio.create_task(apart.front.prefill_locally(await apart.job(1, "a")))
     await apart.engines["e"].wait_requests(1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     await apart.engines["e"].wait_aborts(1)
-    assert not apart.engines["p"].requests
+    assert not apart.engines["p"].posted
 
 
 async def test_a_request_for_one_engine_has_its_images_encoded(apart: Rig) -> None:
@@ -184,13 +168,13 @@ async def test_a_request_for_one_engine_has_its_images_encoded(apart: Rig) -> No
 async def test_no_decode_is_delayed_for_a_request_of_another_engine() -> None:
     async with made("embedded", {"ed": "both", "d": "both"}) as rig:
         assert await rig.front.encode(order_for("d", "a")) == EncodeDone()
-        assert not rig.engines["ed"].requests
+        assert not rig.engines["ed"].posted
     async with made("embedded", {"ed": "both", "d": "both", "e": "encode"}) as rig:
         await rig.engines["e"].stop()
         await eventually(lambda: not rig.embedded._instances.by_name["e"].transfers)
         done = await rig.front.encode(order_for("d", "a"))
         assert done.media == {"no_instance": 1}
-        assert not rig.engines["ed"].requests
+        assert not rig.engines["ed"].posted
 
 
 async def test_a_cluster_without_the_stage_does_nothing() -> None:
@@ -210,7 +194,7 @@ async def test_what_has_no_name_or_no_bytes_is_left(apart: Rig) -> None:
     assert (await apart.front.encode(order)).media == {"unnamed": 1}
     order = structs.replace(order, chat=b"no chat", media=())
     assert (await apart.front.encode(order)).media == {}
-    assert not apart.engines["e"].requests
+    assert not apart.engines["e"].posted
 
 
 async def test_an_instance_that_is_not_known_gets_nothing(apart: Rig) -> None:
@@ -226,14 +210,14 @@ async def test_a_front_that_is_gone_is_told_apart() -> None:
 
 async def test_a_drain_waits_for_images(apart: Rig) -> None:
     engine = apart.engines["e"]
-    engine.may_answer.clear()
+    engine.first_token.clear()
     task = asyncio.create_task(apart.front.encode(order_for("d", "a")))
     await engine.wait_requests(1)
     drain = asyncio.create_task(apart.front.drain("e"))
     await eventually(lambda: apart.embedded._instances.by_name["e"].draining)
     await looked_at(engine)
     assert not drain.done()
-    engine.may_answer.set()
+    engine.first_token.set()
     await asyncio.wait_for(drain, 5.0)
     assert (await task).media == {"encoded": 1}
     assert (await apart.front.encode(order_for("d", "b"))).media == {"no_instance": 1}

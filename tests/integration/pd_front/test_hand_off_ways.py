@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from front_doubles import eventually
+from eventually import eventually
 from pd_front_rig import CONFIG, PdRig, make_rig
 
 from kvmanager.token_ids import TokenIds
@@ -61,7 +61,7 @@ async def test_kvcache_of_an_adapter_does_not_go_by_nixl() -> None:
         job = msgspec.structs.replace(whole_prompt(rig, far), adapter="poet", landing=landing)
         result = await rig.front.prefill_locally(job)
         assert result.hand_off == "transport"
-        (asked,) = rig.engines["p0"].requests
+        (asked,) = rig.engines["p0"].posted
         assert asked["model"] == "poet"
         assert asked["kv_transfer_params"]["prfaas"]["adapter"] == "files:1"
 
@@ -91,7 +91,7 @@ async def test_nixl_prefills_the_whole_prompt_and_opens_no_outbox() -> None:
         result = await rig.front.prefill_locally(job)
         assert result.kv_transfer_params["do_remote_prefill"]
         assert (result.nbytes, result.cached_tokens) == (0, 3)
-        (asked,) = rig.engines["p0"].requests
+        (asked,) = rig.engines["p0"].posted
         assert asked["kv_transfer_params"] == NIXL_PRODUCER
         assert asked["prompt"] == [*job.prompt_token_ids.tolist(), 7]
         assert rig.nodes[0].outboxes == {}
@@ -114,20 +114,19 @@ async def test_what_nixl_cannot_hand_over_fails(keeps: bool, last: TokenIds, cod
 async def test_cancelling_a_nixl_prefill_aborts_it() -> None:
     async with make_rig("embedded", replace(CONFIG, hand_off="nixl")) as rig:
         _, far = await near_and_far(rig)
-        rig.engines["p0"].may_answer.clear()
+        rig.engines["p0"].first_token.clear()
         task = asyncio.create_task(rig.front.prefill_locally(whole_prompt(rig, far)))
         await rig.engines["p0"].wait_requests(1)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        async with asyncio.timeout(20):
-            await rig.engines["p0"].wait_aborts(1)
+        await rig.engines["p0"].wait_aborts(1)
         await eventually(lambda: rig.embedded._handoff.num_tokens == 0)
 
 
 async def test_an_engine_that_is_lost_in_a_nixl_prefill_is_a_clear_failure() -> None:
     async with make_rig("embedded", replace(CONFIG, hand_off="nixl")) as rig:
         _, far = await near_and_far(rig)
-        rig.engines["p0"].may_answer.clear()
+        rig.engines["p0"].first_token.clear()
         task = asyncio.create_task(rig.front.prefill_locally(whole_prompt(rig, far)))
         await rig.engines["p0"].wait_requests(1)
         await rig.engines["p0"].stop()

@@ -3,7 +3,8 @@
 import asyncio
 
 import msgspec
-from front_doubles import eventually, looked_at
+from eventually import eventually
+from front_doubles import looked_at
 from pd_front_rig import PdRig
 
 

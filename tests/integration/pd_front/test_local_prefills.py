@@ -4,10 +4,8 @@ import asyncio
 
 import msgspec
 import pytest
-from front_doubles import (
-    BYTES_PER_TOKEN,
-    eventually,
-)
+from eventually import eventually
+from front_doubles import BYTES_PER_TOKEN
 from pd_front_rig import PdRig, make_rig
 
 from local_pd.errors import NoInstance
@@ -20,7 +18,7 @@ async def test_a_local_prefill_fills_the_landing(rig: PdRig) -> None:
     result = await rig.front.prefill_locally(rig.job_for(slot))
     assert (result.instance, result.nbytes) == ("p0", 8 * BYTES_PER_TOKEN)
     assert result.reason.startswith("least_loaded; cached_tokens=0; tokens_ahead=0")
-    assert rig.engines["p0"].requests[0]["kv_transfer_params"]["prfaas"]["role"] == "producer"
+    assert rig.engines["p0"].posted[0]["kv_transfer_params"]["prfaas"]["role"] == "producer"
     assert (await rig.front.report()).running_tokens == 0
 
 
@@ -41,9 +39,7 @@ async def test_an_instance_prefills_for_those_that_lay_kvcache_out_as_it_does(ri
     async def fingerprints() -> dict[str, str]:
         return {i.name: i.layout_fingerprint for i in (await rig.front.report()).instances}
 
-    async with asyncio.timeout(20):
-        while (await fingerprints())["p0"] != other:
-            await asyncio.sleep(0.01)
+    await eventually(fingerprints, lambda found: found["p0"] == other)
     slot = await rig.reserve()
     with pytest.raises(PrefillFailed, match="otherwise than the landing: fake") as caught:
         await rig.front.prefill_locally(rig.job_for(slot))
@@ -51,9 +47,7 @@ async def test_an_instance_prefills_for_those_that_lay_kvcache_out_as_it_does(ri
     with pytest.raises(NoInstance, match=r"d0 .* otherwise than what is prefilled: fake, d1"):
         await rig.reserve(hands_off=True)
     rig.nodes[1].fingerprint = other
-    async with asyncio.timeout(20):
-        while (await fingerprints())["d1"] != other:
-            await asyncio.sleep(0.01)
+    await eventually(fingerprints, lambda found: found["d1"] == other)
     assert (await rig.reserve(hands_off=True)).instance == "d1"
     slot = await rig.reserve(layouts=(other,))
     assert (slot.instance, slot.landing.layout_fingerprint) == ("d1", other)
@@ -74,7 +68,7 @@ async def test_an_engine_that_left_its_agent_leaves_the_landing_alone(rig: PdRig
 
 async def test_cancelling_a_local_prefill_aborts_it(rig: PdRig) -> None:
     slot = await rig.reserve()
-    rig.engines["p0"].may_answer.clear()
+    rig.engines["p0"].first_token.clear()
     task = asyncio.create_task(rig.front.prefill_locally(rig.job_for(slot)))
     await rig.engines["p0"].wait_requests(1)
     report = await rig.front.report()
@@ -84,15 +78,14 @@ async def test_cancelling_a_local_prefill_aborts_it(rig: PdRig) -> None:
     assert (job.num_tokens, job.uncached_tokens) == (8, 8)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    async with asyncio.timeout(20):
-        await rig.engines["p0"].wait_aborts(1)
+    await rig.engines["p0"].wait_aborts(1)
     await eventually(lambda: not rig.nodes[0].outboxes)
     await eventually(lambda: rig.embedded._handoff.num_tokens == 0)
 
 
 async def test_a_prefill_engine_that_dies_is_a_clear_failure(rig: PdRig) -> None:
     slot = await rig.reserve()
-    rig.engines["p0"].may_answer.clear()
+    rig.engines["p0"].first_token.clear()
     task = asyncio.create_task(rig.front.prefill_locally(rig.job_for(slot)))
     await rig.engines["p0"].wait_requests(1)
     await rig.engines["p0"].stop()
@@ -127,7 +120,7 @@ async def test_an_engine_that_is_back_can_be_given_work_while_its_agent_is_still
 
 async def test_closing_ends_local_prefills(rig: PdRig) -> None:
     slot = await rig.reserve()
-    rig.engines["p0"].may_answer.clear()
+    rig.engines["p0"].first_token.clear()
     task = asyncio.create_task(rig.front.prefill_locally(rig.job_for(slot)))
     await rig.engines["p0"].wait_requests(1)
     await rig.front.close()

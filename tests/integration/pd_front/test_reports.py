@@ -4,7 +4,8 @@ import asyncio
 
 import msgspec
 import pytest
-from front_doubles import BYTES_PER_TOKEN, eventually
+from eventually import eventually
+from front_doubles import BYTES_PER_TOKEN
 from live_region_cases import MODEL, Region, teach
 from pd_front_rig import ROLES, PdRig
 
@@ -78,7 +79,7 @@ async def test_what_an_engines_metrics_say_of_its_kv_memory_refuses_requests(
 ) -> None:
     for name in ("d0", "d1"):
         engine = rig.engines[name]
-        engine.running, engine.kv_usage, engine.num_kv_blocks = 5, kv_usage, 101
+        engine.num_serving, engine.kv_usage, engine.num_kv_blocks = 5, kv_usage, 101
     for node in rig.nodes:
         node.kv_block_bytes = 1_000_000
 

@@ -4,12 +4,8 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from front_doubles import (
-    BYTES_PER_TOKEN,
-    FINGERPRINT,
-    eventually,
-    prefill_job,
-)
+from eventually import eventually
+from front_doubles import BYTES_PER_TOKEN, FINGERPRINT, prefill_job
 from pd_front_rig import CONFIG, ROLES, PdRig, make_rig
 
 from kvmanager.agent.messages import CacheModel, Reserve
@@ -78,10 +74,7 @@ async def test_what_a_node_has_cached_draws_requests_and_is_not_sent(rig: PdRig)
 async def test_reports_say_where_and_how_prompts_are_cached(rig: PdRig) -> None:
     model = CacheModel("ab" * 16, 64, [(0, 4096, 0)])
     rig.nodes[0].cache_model = model
-
-    async with asyncio.timeout(5):
-        while (await rig.front.report()).instances[0].cache is None:
-            await asyncio.sleep(0.01)
+    await eventually(rig.front.report, lambda report: report.instances[0].cache is not None)
     reports = {item.name: item for item in (await rig.front.report()).instances}
     assert reports["d0"].cache == model
     assert reports["d0"].node == rig.nodes[0].target == reports["d0"].node_name

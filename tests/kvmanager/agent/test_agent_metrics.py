@@ -1,25 +1,14 @@
 """What an agent counts of transfers, and what it shows of its engines and landings."""
 
 from msgspec import structs
+from report_cases import agent_status
 
-from kvmanager.agent.messages import EngineStatus, StatusReply, TransferReport
+from kvmanager.agent.messages import EngineStatus, TransferReport
 from kvmanager.agent.metrics import AgentMetrics
 
-STATUS = StatusReply(
-    arena_bytes=100,
-    block_bytes=10,
-    free_bytes=60,
-    landing_bytes=20,
+STATUS = agent_status(
     landing_cap_bytes=50,
-    outbox_bytes=20,
-    num_landings={},
-    num_outboxes={},
     engines=[EngineStatus("p0", 2, 1, "layout", "fingerprint", model="tiny", engine="vllm 0.32.0")],
-    links=[],
-    num_received_connections=0,
-    uptime_s=1.0,
-    pid=1,
-    data_endpoint="127.0.0.1:1",
     landing_room_bytes=30,
 )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from eventually import eventually
 
 from kvmanager.agent.cache.ssd_copies import FETCHED_PER_FILL
 from kvmanager.agent.cache.store import PartStore
@@ -197,9 +198,7 @@ async def test_one_call_copies_all_that_wants_to_be_on_ssd(begin: Begin) -> None
     keys = [number.to_bytes(16, "big") for number in range(1, 101)]
     await life.commit(life.reserve(0, keys), keys)
     life.store.ssd.spill()
-    async with asyncio.timeout(10):
-        while life.store.parts.use.ssd_writes < len(keys):
-            await asyncio.sleep(0.001)
+    await eventually(lambda: life.store.parts.use.ssd_writes >= len(keys))
 
 
 class Turns:

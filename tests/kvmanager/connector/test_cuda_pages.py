@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from agent_process import wait_until
+from eventually import wait_until
 from fake_cuda import FakeCuda, FakeStream, install
 from page_views import PiecewiseSpace, page_view
 from simple_layouts import paged

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from eventually import wait_until
 from page_views import page_view
 from recording_client import RecordingClient
 from simple_layouts import layout, paged, state
@@ -88,10 +89,7 @@ class Worker:
         self.side.begin_step(
             PrfaasMetadata(loads=[step], kept_s={step.request_id: time.monotonic()}), 0.0
         )
-        deadline_s = time.monotonic() + 10
-        while not (found := self.side.transfer_results()).finished_recving:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.001)
+        found = wait_until(self.side.transfer_results, lambda found: found.finished_recving)
         assert not found.failed_recving
 
 

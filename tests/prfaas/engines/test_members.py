@@ -2,6 +2,7 @@
 
 import pytest
 from msgspec import structs
+from report_cases import instance
 
 from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.members import Join, member_changes
@@ -13,19 +14,8 @@ def spec(name: str, **changes: object) -> InstanceSpec:
 
 
 def report(name: str, **changes: object) -> InstanceReport:
-    made = InstanceReport(
-        name=name,
-        role="decode",
-        model="m",
-        healthy=True,
-        draining=False,
-        running=0,
-        max_concurrent=4,
-        layout_fingerprint="ab" * 32,
-        layout="MLA",
-        weights="w1",
-    )
-    return structs.replace(made, **changes)
+    values = {"layout_fingerprint": "ab" * 32, "layout": "MLA", "weights": "w1"}
+    return instance(name, "decode", **(values | changes))
 
 
 def test_a_list_changes_by_those_that_are_new_gone_or_different() -> None:

@@ -1,25 +1,14 @@
 """When instances join and leave, from reports alone."""
 
 from msgspec import structs
+from report_cases import cluster, instance
 
 from scheduler.live.members import Members
-from scheduler.reports import ClusterReport, InstanceReport
+from scheduler.reports import ClusterReport
 
 
 def report(*names: str, sick: str = "") -> ClusterReport:
-    instances = tuple(
-        InstanceReport(
-            name=name,
-            role="prefill",
-            model="m",
-            healthy=name != sick,
-            draining=False,
-            running=0,
-            max_concurrent=4,
-        )
-        for name in names
-    )
-    return ClusterReport(name="far", healthy=True, queue_depth=0, running=0, instances=instances)
+    return cluster("far", *(instance(name, "prefill", healthy=name != sick) for name in names))
 
 
 def test_those_of_the_first_report_did_not_join() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
+import report_cases
+from report_cases import cluster
 
 from netmon.region_link import LinkView
 from scheduler.live.core import LiveScheduler, ReportedViews
@@ -12,24 +15,14 @@ from scheduler.live.events import LinkHeard, ReportHeard, RouteAsked
 from scheduler.live.feedback import LegBegun, LegOver, Prefilled
 from scheduler.live.settings import LiveSettings, PdSettings
 from scheduler.replay.recording import header_of, scheduler_of
-from scheduler.reports import ClusterReport, InstanceReport, JobReport
+from scheduler.reports import JobReport
 from scheduler.routing.decision import RequestShape
 
 MODEL = "m"
 PDS = (PdSettings("a", ("far", "near")), PdSettings("b", ("far", "near")))
 
 
-def instance(name: str, role: str = "prefill") -> InstanceReport:
-    return InstanceReport(
-        name=name,
-        role="prefill" if role == "prefill" else "decode",
-        model=MODEL,
-        healthy=True,
-        draining=False,
-        running=1,
-        max_concurrent=2,
-        decode_slots=4,
-    )
+instance = partial(report_cases.instance, running=1, max_concurrent=2, decode_slots=4)
 
 
 class Sites:
@@ -70,10 +63,8 @@ class Sites:
             if place == name and self.draw.random() < 0.7
         ]
         role = "decode" if name in ("a", "b") else "prefill"
-        instances = (instance(f"{name}-0", role), instance(f"{name}-1"))
-        report = ClusterReport(
-            name=name, healthy=True, queue_depth=0, running=0, instances=instances, jobs=tuple(jobs)
-        )
+        instances = (instance(f"{name}-0", role), instance(f"{name}-1", "prefill"))
+        report = cluster(name, *instances, jobs=tuple(jobs))
         self.live.take(ReportHeard(name, report, self.now_s), self.now_s)
 
     def step(self) -> None:

@@ -6,10 +6,13 @@ import io
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
+import report_cases
+from report_cases import cluster
 
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
@@ -66,7 +69,6 @@ from scheduler.replay.recording import (
     play,
     scheduler_of,
 )
-from scheduler.reports import ClusterReport, InstanceReport
 from scheduler.routing.decision import RequestShape
 from scheduler.routing.prediction import Prediction
 
@@ -80,23 +82,9 @@ SETTINGS = LiveSettings(
 )
 
 
-def report(name: str, *instances: InstanceReport) -> ClusterReport:
-    return ClusterReport(name=name, healthy=True, queue_depth=0, running=0, instances=instances)
-
-
-def instance(name: str, role: Any, **fields: Any) -> InstanceReport:
-    values: dict[str, Any] = {
-        "model": MODEL,
-        "healthy": True,
-        "draining": False,
-        "running": 0,
-        "max_concurrent": 2,
-    }
-    return InstanceReport(name=name, role=role, **(values | fields))
-
-
-HOME = report("home", instance("d0", "both", decode_slots=4, kv_usage=0.1, kv_total_bytes=10**9))
-FAR = report("far", instance("p0", "prefill"))
+instance = partial(report_cases.instance, model=MODEL, max_concurrent=2)
+HOME = cluster("home", instance("d0", "both", decode_slots=4, kv_usage=0.1, kv_total_bytes=10**9))
+FAR = cluster("far", instance("p0", "prefill"))
 LINK = LinkView(available_bytes_per_s=1e9, rtt_s=0.02)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from eventually import eventually
 from live_region_cases import MODEL, Region, teach
 
 from deploy.gateway.config import ModelConfig
@@ -54,9 +55,7 @@ async def test_it_is_written_soon_after_something_was_learnt(
         await asyncio.sleep(0.1)
         assert not path.exists()
         scheduler.tell(RequestArrived(MODEL, 100, 0))
-        async with asyncio.timeout(20):
-            while not path.exists():
-                await asyncio.sleep(0.01)
+        await eventually(lambda: path.exists())
     finally:
         await keeper.close()
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from msgspec import structs
+from report_cases import agent_status
 
 from deploy.region.doctor import host_checks as checks
 from deploy.region.doctor.findings import Check
@@ -66,23 +67,7 @@ def facts(**changes: Any) -> HostFactsReply:
 
 
 def status(*engines: EngineStatus, **changes: Any) -> StatusReply:
-    known = StatusReply(
-        arena_bytes=GIB,
-        block_bytes=MIB,
-        free_bytes=GIB,
-        landing_bytes=0,
-        landing_cap_bytes=GIB,
-        outbox_bytes=0,
-        num_landings={},
-        num_outboxes={},
-        engines=list(engines),
-        links=[],
-        num_received_connections=0,
-        uptime_s=1.0,
-        pid=1,
-        data_endpoint="",
-    )
-    return structs.replace(known, **changes)
+    return agent_status(**({"engines": list(engines), "data_endpoint": ""} | changes))
 
 
 def hosts() -> tuple[HostView, HostView]:

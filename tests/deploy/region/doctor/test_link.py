@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from report_cases import agent_status
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -80,20 +81,11 @@ def sample(at_s: float, *, rate_mib: float = 100.0, state: str = "open") -> Prob
 
 
 def status() -> StatusReply:
-    return StatusReply(
+    return agent_status(
         arena_bytes=100 * MIB,
-        block_bytes=65536,
         free_bytes=60 * MIB,
         landing_bytes=30 * MIB,
         landing_cap_bytes=50 * MIB,
-        outbox_bytes=0,
-        num_landings={},
-        num_outboxes={},
-        engines=[],
-        links=[],
-        num_received_connections=0,
-        uptime_s=1.0,
-        pid=1,
         data_endpoint="b:1",
     )
 
