@@ -31,7 +31,7 @@ def test_a_bench_runs_and_keeps_every_row(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", driver.NEED_ENGINES)
 def test_a_bench_that_needs_engines_is_run_by_an_engine_test(name: str) -> None:
-    tests = (FOLDER.parent / "engine").glob("test_*.py")
+    tests = (FOLDER.parent / "engine").rglob("test_*.py")
     assert any(f'run_smoke, "{name}"' in file.read_text() for file in tests)
 
 
