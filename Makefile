@@ -36,6 +36,8 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # A file that is not the one whose hash was pinned is not installed.
 PINNED := $(PIP) install --progress-bar off --quiet --no-deps --require-hashes
 PYTEST := $(BIN)/python -m pytest
+# What each test took, its share of a region's start with it, in one file for each run of pytest.
+TIMES  := test-results
 
 # Processes that share the tests without engines. More would slow down each other's processes on two
 # cores, until timeouts that they set are over.
@@ -82,22 +84,22 @@ rehearse: setup
 
 # Engines take every core and are timed, as are faults of the transport: they have the machine for
 # themselves, after the others. What PYTEST_ARGS selects may be in one of the halves only; pytest
-# says 5 of the other. A start of an engine takes half a minute, so tests of further kinds of engines
-# are a command of their own.
+# says 5 of the other. A start of an engine takes ten seconds, so tests of further kinds of engines are
+# a command of their own.
 test: setup
-	@$(PYTEST) -m "not engine and not alone and not upgrade" $(PARALLEL) $(PYTEST_ARGS); others=$$?; \
+	@$(PYTEST) -m "not engine and not alone and not upgrade" $(PARALLEL) --junitxml $(TIMES)/others.xml $(PYTEST_ARGS); others=$$?; \
 	case $$others in 0|5) ;; *) exit $$others;; esac; \
-	$(PYTEST) -m "(engine or alone) and not kinds" $(PYTEST_ARGS); alone=$$?; \
+	$(PYTEST) -m "(engine or alone) and not kinds" --junitxml $(TIMES)/alone.xml $(PYTEST_ARGS); alone=$$?; \
 	if [ $$alone -eq 5 ]; then exit $$others; else exit $$alone; fi
 
 test-fast: setup
-	@$(PYTEST) -m "not engine and not alone and not slow and not upgrade" $(PARALLEL) $(PYTEST_ARGS)
+	@$(PYTEST) -m "not engine and not alone and not slow and not upgrade" $(PARALLEL) --junitxml $(TIMES)/fast.xml $(PYTEST_ARGS)
 
 test-engine: setup
-	@$(PYTEST) -m engine $(PYTEST_ARGS)
+	@$(PYTEST) -m engine --junitxml $(TIMES)/engine.xml $(PYTEST_ARGS)
 
 test-kinds: setup
-	@$(PYTEST) -m kinds $(PYTEST_ARGS)
+	@$(PYTEST) -m kinds --junitxml $(TIMES)/kinds.xml $(PYTEST_ARGS)
 
 test-upgrade: setup
 	@git cat-file -e "$(PREVIOUS)^{commit}" 2>/dev/null || { echo "this clone lacks the release $(PREVIOUS); run: git fetch --unshallow --tags"; exit 1; }
@@ -175,4 +177,4 @@ stats: setup
 	@$(BIN)/python tests/stats.py $(STATS_ARGS)
 
 clean:
-	rm -rf $(VENV) .demo build site *.egg-info bench-results sites-results dist
+	rm -rf $(VENV) .demo build site *.egg-info bench-results sites-results $(TIMES) dist

@@ -51,7 +51,7 @@ def shown() -> list[Shown]:
     found = [
         row
         for folder in _FOLDERS
-        for path in sorted((ROOT / folder).glob("test_*.py"))
+        for path in sorted((ROOT / folder).rglob("test_*.py"))
         for row in _of_file(path)
     ]
     return sorted(found, key=lambda row: (not row.is_of_engines, row))

@@ -28,7 +28,7 @@ def test_a_bench_runs_and_keeps_every_row(name: str, tmp_path: Path) -> None:
 def test_every_bench_is_run_by_a_test() -> None:
     scripts = {file.stem.removeprefix("bench_") for file in FOLDER.glob("bench_*.py")}
     assert scripts == set(driver.BENCHES) == CHECKS.keys()
-    engine_tests = [file.read_text() for file in (FOLDER.parent / "engine").glob("test_*.py")]
+    engine_tests = [file.read_text() for file in (FOLDER.parent / "engine").rglob("test_*.py")]
     for name in driver.NEED_ENGINES:
         assert any(f'run_smoke, "{name}"' in text for text in engine_tests), name
 

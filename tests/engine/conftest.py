@@ -1,4 +1,10 @@
-"""Engine tests share built models; every test here is marked `engine`.
+"""Engine tests share built models and regions; every test here is marked `engine`.
+
+An engine takes ten seconds of two cores to start. So a test joins a region that is there:
+`two_clusters` has two (`served_region`), `test_one_cluster` and `test_images` have one each, and
+what needs another kind of engine is marked `kinds`. Gateways are cheap: a test that wants other
+settings, or to choose who serves, starts one of its own (`part_gateway`). A test that breaks
+something returns when all is whole again; where it cannot, it is in the last file about its region.
 
 None of them may see an event loop of ours stand still; see `no_gaps`.
 """

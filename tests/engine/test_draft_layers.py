@@ -6,35 +6,32 @@ model with recurrent layers, since a kernel for that is in Triton alone.
 """
 
 import asyncio
-import contextlib
 import re
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import aiohttp
 import pytest
 import pytest_asyncio
 from engine_region import (
     agent_status,
-    computed_alone,
+    engine_status,
     everything_is_given_back,
     prompt,
     running,
-    settled_record_at,
+    with_engines,
 )
 from handoff import Handoff, Landed
 from landed_items import items_of
-from part_gateway import gateway_over
+from part_gateway import PartGateways, part_gateways
 from tiny_draft import TINY_DRAFT
 
-from deploy.lab.demo.answers import Answer, ask
+from deploy.lab.demo.answers import Answer
 from deploy.lab.demo.reference import decided_answers
 from deploy.lab.demo.regions import demo_region
 from deploy.lab.demo.scenario import DemoRequest, text
 from deploy.lab.demo.tiny_models import build_model
-from deploy.region.launch.launcher import RunningRegion
-from deploy.region.spec.region import ClusterSpec, RegionInstance, RegionSpec
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.kinds]
 
@@ -49,34 +46,15 @@ _COUNTER = r"^vllm:spec_decode_num_{}_total{{[^}}]*}} (\S+)$"
 
 @dataclass(slots=True)
 class Sites:
-    """A region, and a gateway for each pair of its engines."""
+    """The gateways of a region, and hand-offs by hand."""
 
-    region: RunningRegion
-    session: aiohttp.ClientSession
+    gateways: PartGateways
     hand: Handoff
-    folder: Path
-    gateways: contextlib.AsyncExitStack
-    urls: dict[tuple[str, str], str] = field(default_factory=dict)
-
-    async def url(self, pair: tuple[str, str]) -> str:
-        if pair not in self.urls:
-            names = {f"a1-{pair[0]}", f"b1-{pair[1]}"}
-            entered = gateway_over(self.region, names, self.folder)
-            self.urls[pair] = await self.gateways.enter_async_context(entered)
-        return self.urls[pair]
 
     async def ask(self, pair: tuple[str, str], request: DemoRequest) -> tuple[Answer, int]:
         """The answer by way of this pair, and the bytes that were sent for it."""
-        url = await self.url(pair)
-        answer = await ask(self.session, url, MODEL, request)
-        assert not answer.error, answer.error
-        record = await settled_record_at(url, answer.request_id)
-        assert (record["route"], record["prefill_error"]) == ("prefill_cluster", ""), record
+        answer, record = await self.gateways.ask(request, f"a1-{pair[0]}", f"b1-{pair[1]}")
         return answer, record["transfer_bytes"]
-
-    async def computed_alone(self, instance: str, request: DemoRequest) -> list[int]:
-        """An engine's own answer to the whole prompt."""
-        return await computed_alone(self.region, self.session, instance, MODEL, request)
 
     async def guesses(self) -> tuple[int, int]:
         """Tokens that the decoding drafter has guessed, and those of them that were right. An
@@ -89,9 +67,10 @@ class Sites:
         return found
 
     async def _guesses(self) -> tuple[int, int]:
-        url = f"{self.region.engine('b1-draft').address}/metrics"
-        headers = self.region.engine_access().headers
-        async with self.session.get(url, headers=headers) as response:
+        region = self.gateways.region
+        url = f"{region.engine('b1-draft').address}/metrics"
+        headers = region.engine_access().headers
+        async with self.gateways.session.get(url, headers=headers) as response:
             told = await response.text()
         found = (
             re.search(_COUNTER.format(name), told, re.MULTILINE)
@@ -101,32 +80,21 @@ class Sites:
         return guessed, accepted
 
     async def land(self, instance: str, token_ids: Sequence[int], last: int | None) -> Landed:
-        return await self.hand.land(instance, "a1", token_ids, last_token=last)
-
-
-def with_drafters(spec: RegionSpec) -> RegionSpec:
-    """The region with an engine with a drafter and one without it on each node."""
-
-    def engines(node: str) -> tuple[RegionInstance, ...]:
-        role = "prefill" if node == "a1" else "decode"
-        guesses = f'{{"method": "mtp", "num_speculative_tokens": {NUM_GUESSES[node]}}}'
-        drafts = {"draft": ("--speculative-config", guesses), "plain": ()}
-        return tuple(
-            RegionInstance.model_validate({"name": f"{node}-{name}", "role": role, "args": args})
-            for name, args in drafts.items()
-        )
-
-    def with_both(cluster: ClusterSpec) -> ClusterSpec:
-        nodes = tuple(
-            node.model_copy(update={"instances": engines(node.name)}) for node in cluster.nodes
-        )
-        return cluster.model_copy(update={"nodes": nodes})
-
-    return spec.model_copy(update={"clusters": tuple(map(with_both, spec.clusters))})
+        """What the instance sends of these tokens, which nobody will load."""
+        landed = await self.hand.land(instance, "a1", token_ids, last_token=last)
+        await self.hand.drop(landed)
+        return landed
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def sites(models_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sites]:
+    def engines(node: str, role: str) -> list[dict[str, Any]]:
+        guesses = f'{{"method": "mtp", "num_speculative_tokens": {NUM_GUESSES[node]}}}'
+        drafts = {"draft": ("--speculative-config", guesses), "plain": ()}
+        return [
+            {"name": f"{node}-{name}", "role": role, "args": args} for name, args in drafts.items()
+        ]
+
     spec = demo_region(
         TINY_DRAFT,
         build_model(TINY_DRAFT, models_dir),
@@ -134,21 +102,21 @@ async def sites(models_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> A
         prefix_caching=False,
         local_prefill=False,
     )
+    spec = with_engines(spec, {"a1": engines("a1", "prefill"), "b1": engines("b1", "decode")})
     folder = tmp_path_factory.mktemp("drafts")
     async with (
-        running(with_drafters(spec), folder / "region") as region,
-        aiohttp.ClientSession() as session,
-        contextlib.AsyncExitStack() as gateways,
+        running(spec, folder / "region") as region,
+        part_gateways(region, MODEL, folder) as gateways,
     ):
-        hand = Handoff(region, MODEL, session)
-        gateways.push_async_callback(hand.close)
-        yield Sites(region, session, hand, folder, gateways)
+        hand = Handoff(region, MODEL, gateways.session)
+        yield Sites(gateways, hand)
+        await hand.close()
 
 
 async def decided(sites: Sites) -> dict[str, tuple[DemoRequest, list[int]]]:
     """Requests of which an engine without a drafter is sure, and what it answers to them."""
     asked = [prompt(f"{length}", length, 500 + length) for length in LENGTHS]
-    url = await sites.url(("plain", "plain"))
+    url = await sites.gateways.url("a1-plain", "b1-plain")
 
     def check(request: DemoRequest, answer: Answer) -> None:
         assert not answer.error, answer.error
@@ -187,7 +155,7 @@ async def test_the_drafter_guesses_as_well_as_without_a_hand_off(sites: Sites) -
         for way in guesses:
             before = await sites.guesses()
             if way == "alone":
-                tokens = await sites.computed_alone("b1-draft", request)
+                tokens = await sites.gateways.alone("b1-draft", request)
             else:
                 tokens = list((await sites.ask((way, "draft"), request))[0].token_ids)
             after = await sites.guesses()
@@ -228,14 +196,12 @@ async def test_the_last_slot_of_the_drafter_has_the_prompts_own_last_token(sites
     """
     tokens = list(text(400, seed=77).encode())
     one_more = (tokens[-1] + 1) % 64 + 32
-    status = await agent_status(sites.region, "a1")
-    described = next(one.layout for one in status.engines if one.instance == "a1-draft")
+    described = (await engine_status(sites.gateways.region, "a1", "a1-draft")).layout
     layer_types = [*TINY_DRAFT.config["layer_types"], "full_attention"]
     draft = len(layer_types) - 1
 
     async def drafted(token_ids: Sequence[int], last: int | None) -> dict[tuple[int, int], bytes]:
         landed = await sites.land("a1-draft", token_ids, last)
-        await sites.hand.drop(landed)
         found = items_of(described, layer_types, landed)
         return {(u, i): data for (layer, u, i), data in found.items() if layer == draft}
 
@@ -251,9 +217,7 @@ async def test_the_last_slot_of_the_drafter_has_the_prompts_own_last_token(sites
 async def test_a_sender_without_the_drafter_leaves_zeros_behind(sites: Sites) -> None:
     tokens = list(text(300, seed=78).encode())
     full = await sites.land("a1-draft", tokens[:-1], tokens[-1])
-    await sites.hand.drop(full)
     short = await sites.land("a1-plain", tokens[:-1], tokens[-1])
-    await sites.hand.drop(short)
     assert short.landing.nbytes == full.landing.nbytes == full.result.nbytes
     num_sent = short.result.nbytes
     assert num_sent < full.result.nbytes
@@ -265,8 +229,8 @@ async def test_engines_share_one_layout_and_hold_nothing_at_the_end(sites: Sites
     engines = [
         engine
         for node in ("a1", "b1")
-        for engine in (await agent_status(sites.region, node)).engines
+        for engine in (await agent_status(sites.gateways.region, node)).engines
     ]
     assert len(engines) == 4
     assert len({engine.layout_fingerprint for engine in engines}) == 1
-    await everything_is_given_back(sites.region)
+    await everything_is_given_back(sites.gateways.region)

@@ -18,8 +18,9 @@ from engine_region import (
     agent_status,
     everything_is_given_back,
     running,
-    settled_record,
+    settled_record_at,
     until,
+    with_engines,
 )
 from media_server import MediaServer, settings
 from PIL import Image
@@ -31,7 +32,6 @@ from deploy.lab.demo.regions import demo_region
 from deploy.lab.demo.scenario import text
 from deploy.lab.demo.tiny_models import build_model
 from deploy.region.launch.launcher import RunningRegion
-from deploy.region.spec.region import ClusterSpec, RegionInstance, RegionSpec
 from kvmanager.agent.messages import EmbeddingStatus
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -47,6 +47,14 @@ SHARED = text(300, seed=5)
 LOCAL = text(300, seed=6)
 """Nothing of it is cached when the prefill cluster is gone."""
 BROKEN = "data:image/png;base64,AAAA"
+ENGINES: dict[str, list[dict[str, Any]]] = {
+    "a1": [{"name": "a1-prefill"}, {"name": "a1-encode", "role": "encode"}],
+    "b1": [
+        {"name": "b1-prefill", "role": "prefill", "max_concurrent": 8},
+        {"name": "b1-decode", "role": "decode", "encodes": True, "max_concurrent": 8},
+    ],
+}
+"""One only encodes in the prefill cluster, and one decodes and encodes in the PD cluster."""
 MAX_BYTES = 1 << 20
 """Of an image that the gateway fetches."""
 
@@ -70,9 +78,7 @@ class Served:
             "model": MODEL.name,
             "max_tokens": NUM_TOKENS,
             "temperature": 0,
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "text": words}, *images]},
-            ],
+            "messages": [{"role": "user", "content": [{"type": "text", "text": words}, *images]}],
         }
         async with self.session.post(f"{url}/v1/chat/completions", json=body | fields) as response:
             return response.status, await response.json()
@@ -111,26 +117,8 @@ class Served:
         return [await self.record(answer) for answer in answers]
 
     async def record(self, answer: dict[str, Any]) -> dict[str, Any]:
-        return await settled_record(self.region, answer["id"].removeprefix("chatcmpl-"))
-
-
-def with_encoders(spec: RegionSpec) -> RegionSpec:
-    """The region with an instance that only encodes in its prefill cluster, and one that decodes
-    and encodes in its PD cluster.
-    """
-
-    def changed(cluster: ClusterSpec) -> ClusterSpec:
-        node, items = cluster.nodes[0], cluster.instances
-        if cluster.kind == "prefill":
-            items = (*items, RegionInstance(name="a1-encode", role="encode"))
-        else:
-            items = tuple(
-                item.model_copy(update={"encodes": item.role == "decode", "max_concurrent": 8})
-                for item in items
-            )
-        return cluster.model_copy(update={"nodes": (node.model_copy(update={"instances": items}),)})
-
-    return spec.model_copy(update={"clusters": tuple(map(changed, spec.clusters))})
+        request_id = answer["id"].removeprefix("chatcmpl-")
+        return await settled_record_at(self.region.gateway_url, request_id)
 
 
 def picture(seed: int) -> str:
@@ -153,17 +141,19 @@ async def served(
         for name, value in vision_environment().items():
             patch.setenv(name, value)
         path = await asyncio.to_thread(build_model, MODEL, models_dir)
-        spec = with_encoders(demo_region(MODEL, path, threshold_tokens=THRESHOLD_TOKENS))
+        spec = with_engines(demo_region(MODEL, path, threshold_tokens=THRESHOLD_TOKENS), ENGINES)
         folder = tmp_path_factory.mktemp("images")
         async with MediaServer() as server, contextlib.AsyncExitStack() as stack:
             media = MediaSection.model_validate(settings(server, max_bytes=MAX_BYTES)["media"])
             gateway = spec.gateway.model_copy(update={"media": media})
             spec = spec.model_copy(update={"gateway": gateway})
-            region = await stack.enter_async_context(running(spec, folder / "region"))
-            plain = plain_engine(MODEL, path, folder / "plain")
-            plain_url = await stack.enter_async_context(plain)
+            async with asyncio.TaskGroup() as group:
+                starting = stack.enter_async_context(running(spec, folder / "region"))
+                region = group.create_task(starting)
+                plain = plain_engine(MODEL, path, folder / "plain")
+                plain_url = group.create_task(stack.enter_async_context(plain))
             session = await stack.enter_async_context(aiohttp.ClientSession())
-            yield Served(region, plain_url, session, server)
+            yield Served(region.result(), plain_url.result(), session, server)
 
 
 @pytest.mark.shows(
@@ -205,13 +195,8 @@ async def test_images_are_prefilled_in_another_cluster(served: Served) -> None:
 async def test_choices_and_tools_do_not_change_what_is_prefilled(served: Served) -> None:
     url, seeds = served.region.gateway_url, (7, 8)
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-    fields: dict[str, Any] = {
-        "n": 2,
-        "temperature": 1.0,
-        "top_k": 1,
-        "tools": [tool],
-        "tool_choice": "none",
-    }
+    fields: dict[str, Any] = {"n": 2, "temperature": 1.0, "top_k": 1}
+    fields |= {"tools": [tool], "tool_choice": "none"}
     answer = await served.about(url, seeds, **fields)
     sure = await served.expected(seeds, **fields)
     assert len(answer["choices"]) == 2
@@ -314,7 +299,7 @@ async def test_other_apis_with_images(served: Served) -> None:
         answer = await response.json()
         assert response.status == 200, answer
     assert answer["output"][-1]["content"][0]["text"].startswith(sure), answer
-    record = await settled_record(served.region, "a-response")
+    record = await settled_record_at(url, "a-response")
     assert (record["route"], record["prefill_error"]) == ("prefill_cluster", ""), record
 
     blocks = [
@@ -339,7 +324,7 @@ async def test_other_apis_with_images(served: Served) -> None:
         answer = await response.json()
         assert response.status == 200, answer
     assert answer["content"][-1]["text"].startswith(sure), answer
-    record = await settled_record(served.region, "a-message")
+    record = await settled_record_at(url, "a-message")
     assert (record["route"], record["reason"].split(";")[0]) == ("direct", "multimodal")
 
 

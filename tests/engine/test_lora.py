@@ -4,7 +4,6 @@ Requests come one after the other: on the CPU, vLLM computes a request without a
 adapter of another one in the same step.
 """
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
@@ -14,22 +13,15 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
-from engine_region import (
-    ask_region,
-    everything_is_given_back,
-    prompt,
-    running,
-    settled_record,
-)
+from engine_region import everything_is_given_back, prompt, running, settled_record_at
 from handoff import Handoff
+from part_gateway import PartGateways, part_gateways
 from tiny_llama import TINY_LLAMA, build_adapter
 
-from deploy.lab.demo.answers import Answer
-from deploy.lab.demo.reference import decided_answers, plain_engine
+from deploy.lab.demo.answers import Answer, ask
 from deploy.lab.demo.regions import demo_region
 from deploy.lab.demo.scenario import DemoRequest, text
 from deploy.lab.demo.tiny_models import build_model
-from deploy.region.launch.launcher import RunningRegion
 from kvmanager.vllm_connector.weights import adapter_identity
 from prfaas.engines.prefill_run import AttemptFailed
 
@@ -49,12 +41,19 @@ REQUESTS = (
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A region, and by model the requests for it with a plain engine's answers."""
+    """A region, and the directories of the adapters."""
 
-    region: RunningRegion
+    gateways: PartGateways
+    url: str
     paths: dict[str, str]
-    asked: dict[str, list[DemoRequest]]
-    expected: dict[str, dict[str, Answer]]
+
+    async def ask(self, name: str, request: DemoRequest) -> tuple[Answer, dict[str, Any]]:
+        """The answer of a model or adapter, which is right, and the gateway's record of it."""
+        answer = await ask(self.gateways.session, self.url, name, request)
+        assert not answer.error, (name, answer.error)
+        # The decode engine computes all of it, with this adapter.
+        assert answer.token_ids == await self.gateways.alone("b1-decode", request, name), name
+        return answer, await settled_record_at(self.url, answer.request_id)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -66,51 +65,30 @@ async def served(
         name: str(build_adapter(models_dir / f"adapter-{name}", seed))
         for name, seed in ADAPTERS.items()
     }
-    plain = asyncio.create_task(plain_answers(path, paths, tmp_path_factory.mktemp("p")))
     spec = demo_region(TINY_LLAMA, path, threshold_tokens=100, local_prefill=False)
     model = spec.models[0].model_copy(update={"adapters": paths})
     spec = spec.model_copy(update={"models": (model,)})
-    async with running(spec, tmp_path_factory.mktemp("r") / "region") as region:
-        yield Served(region, paths, *await plain)
-
-
-async def plain_answers(
-    path: Path, paths: dict[str, str], log_dir: Path
-) -> tuple[dict[str, list[DemoRequest]], dict[str, dict[str, Answer]]]:
-    modules = (f"{name}={adapter}" for name, adapter in paths.items())
-    lora = ("--enable-lora", "--max-loras", "2", "--lora-modules", *modules)
-    model = replace(TINY_LLAMA, engine_args=TINY_LLAMA.engine_args + lora)
-    asked: dict[str, list[DemoRequest]] = {}
-    expected: dict[str, dict[str, Answer]] = {}
-
-    def check(request: DemoRequest, answer: Answer) -> None:
-        assert not answer.error, (request.name, answer.error)
-
-    async with plain_engine(model, path, log_dir) as url:
-        for name in NAMES:
-            named = replace(model, name=name)
-            asked[name], expected[name] = await decided_answers(url, named, REQUESTS, check)
-    return asked, expected
+    folder = tmp_path_factory.mktemp("r")
+    async with (
+        running(spec, folder / "region") as region,
+        part_gateways(region, MODEL, folder) as gateways,
+    ):
+        yield Served(gateways, region.gateway_url, paths)
 
 
 @pytest.mark.shows(
     kind="full attention", dtype="float32", prefill="TP 1", decode="TP 1", more="LoRA adapters"
 )
-async def test_tokens_equal_those_of_a_plain_engine_with_the_adapter(served: Served) -> None:
-    told: dict[str, list[list[int]]] = {}
+async def test_tokens_equal_those_of_one_engine_with_the_adapter(served: Served) -> None:
+    told: dict[str, list[list[int]]] = {name: [] for name in NAMES}
     for name in NAMES:
-        told[name] = []
-        for index, request in enumerate(served.asked[name]):
-            # Each alone, and its first one not where another model's was cached.
-            answers = await ask_region(served.region, name, [replace(request, wave=index)])
-            answer = answers[request.name]
-            assert not answer.error, (name, answer.error)
-            assert answer.token_ids == served.expected[name][request.name].token_ids, name
+        for index, request in enumerate(REQUESTS):
+            answer, record = await served.ask(name, request)
             told[name].append(answer.token_ids)
-            record = await settled_record(served.region, answer.request_id)
             assert record["model"] == MODEL
             assert record.get("adapter", "") == ("" if name == MODEL else name)
             assert record.get("prefill_error", "") == "", record
+            # Its first one not where another model's was cached.
             if index == 0:
                 assert record["route"] == "prefill_cluster", record
                 assert record["transfer_bytes"] > 0
@@ -118,23 +96,18 @@ async def test_tokens_equal_those_of_a_plain_engine_with_the_adapter(served: Ser
                 assert record["local_cached_tokens"] == 0
                 assert not any(record["prefill_cached_tokens"].values())
     assert len({repr(tokens) for tokens in told.values()}) == len(NAMES), "the adapters do nothing"
-    await everything_is_given_back(served.region)
+    await everything_is_given_back(served.gateways.region)
 
 
 async def test_an_adapters_prompt_finds_its_own_cache(served: Served) -> None:
     for name in NAMES:
-        request = served.asked[name][0]
-        answers = await ask_region(served.region, name, [request])
-        answer = answers[request.name]
-        assert answer.token_ids == served.expected[name][request.name].token_ids
-        record = await settled_record(served.region, answer.request_id)
+        _, record = await served.ask(name, REQUESTS[0])
         assert record["local_cached_tokens"] > 0, record
 
 
 async def test_adapters_are_listed_and_others_do_not_exist(served: Served) -> None:
-    region = served.region
     async with aiohttp.ClientSession() as session:
-        async with session.get(f"{region.gateway_url}/v1/models") as response:
+        async with session.get(f"{served.url}/v1/models") as response:
             cards = {card["id"]: card for card in (await response.json())["data"]}
         assert {name: card["parent"] for name, card in cards.items()} == {
             MODEL: None,
@@ -143,7 +116,7 @@ async def test_adapters_are_listed_and_others_do_not_exist(served: Served) -> No
         }
         assert cards["poet"]["root"] == served.paths["poet"]
         body: dict[str, Any] = {"model": "stranger", "prompt": "x"}
-        async with session.post(f"{region.gateway_url}/v1/completions", json=body) as response:
+        async with session.post(f"{served.url}/v1/completions", json=body) as response:
             error = json.loads(await response.read())["error"]
             assert (response.status, error["code"]) == (404, "model_not_found")
 
@@ -152,7 +125,7 @@ async def test_kvcache_of_another_adapter_is_not_sent(served: Served) -> None:
     token_ids = list(text(400, seed=9).encode())
     own, other = (adapter_identity(served.paths[name]) for name in ("poet", "lawyer"))
     async with aiohttp.ClientSession() as session:
-        handoff = Handoff(served.region, MODEL, session)
+        handoff = Handoff(served.gateways.region, MODEL, session)
         landed = await handoff.land("a1-prefill", "a1", token_ids, adapter="poet", identity=own)
         plain = await handoff.land("a1-prefill", "a1", token_ids)
         assert landed.data != plain.data
@@ -161,4 +134,4 @@ async def test_kvcache_of_another_adapter_is_not_sent(served: Served) -> None:
         for one in (landed, plain):
             await handoff.drop(one)
         await handoff.close()
-    await everything_is_given_back(served.region)
+    await everything_is_given_back(served.gateways.region)

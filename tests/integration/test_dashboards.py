@@ -1,6 +1,7 @@
 """Every panel's query against a real Prometheus server that scrapes a region of two hosts.
 
-Its engines compute nothing: tests/engine/test_exact.py has the panels of their metrics and caches.
+Its engines compute nothing: tests/engine/two_clusters/test_encryption.py has the panels of their
+metrics and caches.
 """
 
 from __future__ import annotations

@@ -4,51 +4,58 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine_region import (
-    agent_status,
-    ask_region,
-    prompt,
-    reference_answers,
-    settled_record,
-    until,
-)
+from engine_region import ask_at, engine_status, prompt, reference_answers, settled_record_at
 
 from deploy.lab.demo.answers import Answer
 from deploy.lab.demo.scenario import DemoRequest
 from deploy.region.launch.launcher import RunningRegion
-from deploy.region.launch.running import RunningProcess
 from kvmanager.agent.messages import CacheModel
 from kvmanager.pool.shape import PartKind
-from transport.rpc import RpcError
 
-TURNS = ((1500, 0), (400, 5), (300, 4), (350, 0))
+TURNS = ((1500, 0), (400, 5), (300, 4), (2000, 0))
 """How many tokens each turn adds to what was said before, and which draw of their text to try
-first: one that the recurrent model is sure of.
+first: one that the recurrent model is sure of. The last one, which comes after faults, is above the
+threshold of a link that was down.
 """
+
+
+def next_turn(
+    name: str, before: DemoRequest, answer: Answer, num_new: int, seed: int
+) -> DemoRequest:
+    """The turn that follows `before` and its answer with `num_new` tokens more."""
+    # The demo's tokenizer makes one token of each byte.
+    said = before.prompt + bytes(answer.token_ids).decode()
+    return prompt(name, len(said) + num_new, seed, prefix=said)
 
 
 async def expected_turns(
     url: str, model: str, new: Sequence[tuple[int, int]], *, seed: int
 ) -> tuple[list[DemoRequest], list[Answer]]:
     """The turns of one conversation as the engine at `url` holds it."""
-    said, turns, answers = "", [], []
+    turns: list[DemoRequest] = []
+    answers: list[Answer] = []
     for index, (num_new, draw) in enumerate(new):
-        turn = prompt(f"turn {index + 1}", len(said) + num_new, seed + index, prefix=said)
-        drawn = [turn.redrawn(draw)]
-        asked, got = await reference_answers(url, model, drawn)
+        name = f"turn {index + 1}"
+        if turns:
+            turn = next_turn(name, turns[-1], answers[-1], num_new, seed + index)
+        else:
+            turn = prompt(name, num_new, seed)
+        asked, got = await reference_answers(url, model, [turn.redrawn(draw)])
         turns += asked
-        answers.append(got[turn.name])
-        # The demo's tokenizer makes one token of each byte.
-        said = asked[0].prompt + bytes(got[turn.name].token_ids).decode()
+        answers.append(got[name])
     return turns, answers
 
 
 @dataclass(slots=True)
 class Talk:
-    """One conversation with a region, and what the gateway noted of each turn so far."""
+    """One conversation with the gateway at `url`, and what that noted of each turn so far. The
+    instance `decode` of the node b1 answers.
+    """
 
     model: str
     region: RunningRegion
+    url: str
+    decode: str
     turns: list[DemoRequest]
     expected: list[Answer]
     held: list[dict[str, Any]] = field(default_factory=list)
@@ -57,10 +64,10 @@ class Talk:
         """Hold one more turn, check its tokens; the gateway's record once it has settled."""
         index = len(self.held)
         turn, expected = self.turns[index], self.expected[index]
-        answer = (await ask_region(self.region, self.model, [turn]))[turn.name]
+        answer = (await ask_at(self.url, self.model, [turn]))[turn.name]
         assert not answer.error, answer.error
         assert answer.token_ids == expected.token_ids, turn.name
-        record = await settled_record(self.region, answer.request_id)
+        record = await settled_record_at(self.url, answer.request_id)
         assert record["route"] == "prefill_cluster", (record["reason"], record["numbers"])
         assert not record.get("prefill_error"), record["prefill_error"]
         self.held.append(record)
@@ -70,46 +77,30 @@ class Talk:
         """Of the last turn, only what follows the last full block of the one before was computed,
         and its full-attention KVCache sent.
         """
-        model = await cache_model(self.region)
+        cache = await cache_of(self.region, self.decode)
         turn = len(self.held) - 1
-        # The decode engine computes the last token of every prompt itself.
-        before, now = self.turns[turn - 1].num_bytes - 1, self.turns[turn].num_bytes - 1
-        known = before // model.block_tokens * model.block_tokens
+        known = sends_only_the_new(cache, record, self.turns[turn - 1], self.turns[turn])
         assert record["cached_tokens"] >= known, record
-        assert record["landing_cached_tokens"] >= known, record
-        assert record["transfer_bytes"] <= most_bytes(model, now - known), record
 
 
-async def kill(region: RunningRegion, *processes: RunningProcess) -> None:
-    """Kill them, and return when all is as it was."""
-    connected = await num_connections(region)
-    for process in processes:
-        await process.kill()
-    for process in processes:
-        await process.wait_restarted(180)
-
-    async def engines_are_connected() -> bool:
-        # Until then nothing can land, and prompts stay local.
-        try:
-            return await num_connections(region) == connected
-        except RpcError:
-            return False
-
-    await until(engines_are_connected, "every engine is connected to its agent", 180)
-    await region.wait_settled(60)
+def sends_only_the_new(
+    cache: CacheModel, record: dict[str, Any], before: DemoRequest, now: DemoRequest
+) -> int:
+    """Fails unless a turn's transfer had only what follows the last full block of the turn before.
+    Returns the number of tokens up to there.
+    """
+    # The decode engine computes the last token of every prompt itself.
+    known = (before.num_bytes - 1) // cache.block_tokens * cache.block_tokens
+    assert record["landing_cached_tokens"] >= known, record
+    assert 0 < record["transfer_bytes"] <= most_bytes(cache, now.num_bytes - 1 - known), record
+    return known
 
 
-async def num_connections(region: RunningRegion) -> dict[str, int]:
-    """Of each engine instance, a worker's and a scheduler's."""
-    states = [await agent_status(region, node) for node in ("a1", "b1")]
-    return {e.instance: e.num_connections for state in states for e in state.engines}
-
-
-async def cache_model(region: RunningRegion) -> CacheModel:
-    status = await agent_status(region, "b1")
-    model = status.engines[0].cache
-    assert model is not None
-    return model
+async def cache_of(region: RunningRegion, instance: str) -> CacheModel:
+    """How an engine of the node b1 caches prompts."""
+    cache = (await engine_status(region, "b1", instance)).cache
+    assert cache is not None
+    return cache
 
 
 def most_bytes(model: CacheModel, num_new_tokens: int) -> int:

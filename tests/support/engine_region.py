@@ -1,13 +1,14 @@
 """Regions of real vLLM engines for tests: their spec, their models, a plain engine to compare with.
 
-Engines are small and slow to start (half a minute): tests share them by module.
+Engines are small and slow to start (ten seconds each on two cores): tests share them.
 """
 
 import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,22 @@ from certificates import make_region_files
 
 from deploy.gateway.scheduling.config import RoutingSection
 from deploy.lab.demo.answers import Answer, ask_all
-from deploy.lab.demo.reference import decided_answers, plain_engine
+from deploy.lab.demo.reference import decided_answers
 from deploy.lab.demo.regions import demo_region
 from deploy.lab.demo.scenario import DemoRequest
 from deploy.lab.demo.tiny_models import build_model
 from deploy.lab.demo.tiny_specs import MODELS
 from deploy.region.launch.launcher import RunningRegion
+from deploy.region.launch.probes import region_trouble
 from deploy.region.launch.running import RunningProcess
-from deploy.region.spec.region import ClusterSpec, RegionSpec, SecuritySpec
-from kvmanager.agent.messages import SERVICE, Status, StatusReply
+from deploy.region.spec.region import (
+    ClusterSpec,
+    NodeSpec,
+    RegionInstance,
+    RegionSpec,
+    SecuritySpec,
+)
+from kvmanager.agent.messages import SERVICE, EngineStatus, Status, StatusReply
 from kvmanager.config_files.fields import TlsSection
 from kvmanager.config_files.security import is_loopback
 from transport.grants import Granter, GrantFile
@@ -73,6 +81,25 @@ def with_tls(spec: RegionSpec, folder: Path, host: str = LOOPBACK) -> RegionSpec
     return spec.model_copy(update={"clusters": clusters, "security": SecuritySpec(tls=tls)})
 
 
+def with_engines(
+    spec: RegionSpec, engines: Mapping[str, Sequence[Mapping[str, Any]]], **of_model: Any
+) -> RegionSpec:
+    """The same region with these engines on its nodes, each as region.yaml has it, and with these
+    settings of its model.
+    """
+
+    def at_node(node: NodeSpec) -> NodeSpec:
+        found = tuple(map(RegionInstance.model_validate, engines[node.name]))
+        return node.model_copy(update={"instances": found})
+
+    clusters = tuple(
+        cluster.model_copy(update={"nodes": tuple(map(at_node, cluster.nodes))})
+        for cluster in spec.clusters
+    )
+    model = spec.models[0].model_copy(update=of_model)
+    return spec.model_copy(update={"clusters": clusters, "models": (model, *spec.models[1:])})
+
+
 @contextlib.asynccontextmanager
 async def running(spec: RegionSpec, run_dir: Path) -> AsyncIterator[RunningRegion]:
     """The region, every engine healthy; stopped at the end."""
@@ -89,32 +116,21 @@ def prompt(
     )
 
 
-async def ask_region(
-    region: RunningRegion, model: str, requests: Sequence[DemoRequest]
-) -> dict[str, Answer]:
-    return await ask_all(region.gateway_url, model, requests, lambda request, answer: None)
-
-
-async def records(region: RunningRegion) -> dict[str, dict[str, Any]]:
-    """The gateway's latest record of each request id."""
-    return await records_at(region.gateway_url)
+async def ask_at(url: str, model: str, requests: Sequence[DemoRequest]) -> dict[str, Answer]:
+    """What the gateway at `url` answers, by the requests' names."""
+    return await ask_all(url, model, requests, lambda request, answer: None)
 
 
 async def records_at(url: str) -> dict[str, dict[str, Any]]:
-    """The same of the gateway at `url`."""
+    """The latest record that the gateway at `url` has of each request id."""
     async with aiohttp.ClientSession() as session:
         async with session.get(f"{url}/prfaas/requests?limit=500") as response:
             listed = (await response.json())["requests"]
     return {record["request_id"]: record for record in reversed(listed)}
 
 
-async def settled_record(region: RunningRegion, request_id: str) -> dict[str, Any]:
-    """The gateway's record of a request once both legs are over, which may follow the answer."""
-    return await settled_record_at(region.gateway_url, request_id)
-
-
 async def settled_record_at(url: str, request_id: str) -> dict[str, Any]:
-    """The same of the gateway at `url`."""
+    """The gateway's record of a request once both legs are over, which may follow the answer."""
     found: dict[str, Any] = {}
 
     async def is_settled() -> bool:
@@ -123,14 +139,6 @@ async def settled_record_at(url: str, request_id: str) -> dict[str, Any]:
 
     await until(is_settled, "the request has settled")
     return found
-
-
-async def expected_answers(
-    path: Path, name: str, requests: Sequence[DemoRequest], log_dir: Path
-) -> tuple[list[DemoRequest], dict[str, Answer]]:
-    """What one plain engine, without our connector, answers; see `decided_answers`."""
-    async with plain_engine(MODELS[name], path, log_dir) as url:
-        return await reference_answers(url, name, requests)
 
 
 async def reference_answers(
@@ -155,10 +163,10 @@ async def computed_alone(
     """The tokens with which an engine itself answers the whole prompt. With a `cache_salt` in
     `fields` nothing that is cached has a part in it.
     """
-    url = f"{region.engine(instance).address}/v1/completions"
-    body = request.body(model) | {"stream": False} | fields
-    headers = region.engine_access().headers
-    async with session.post(url, json=body, headers=headers) as response:
+    url = f"{region.engine(instance).address}{request.endpoint}"
+    body = replace(request, stream=False).body(model) | fields
+    access = region.engine_access()
+    async with session.post(url, json=body, headers=access.headers, ssl=access.tls()) as response:
         answer = await response.json()
     assert response.status == 200, answer
     return list(answer["choices"][0]["token_ids"])
@@ -195,6 +203,13 @@ async def agent_status(region: RunningRegion, node: str) -> StatusReply:
         await client.close()
 
 
+async def engine_status(region: RunningRegion, node: str, instance: str) -> EngineStatus:
+    """What the agent of a node says of one of its engines."""
+    engines = (await agent_status(region, node)).engines
+    (found,) = (engine for engine in engines if engine.instance == instance)
+    return found
+
+
 async def everything_is_given_back(
     region: RunningRegion,
     timeout_s: float = 60.0,
@@ -220,14 +235,14 @@ async def everything_is_given_back(
     await until(engines_are_empty, "engines are empty", timeout_s)
 
 
-async def link_is_usable(region: RunningRegion) -> bool:
-    """Whether routing may use the link between the two clusters again, after a fault.
+async def link_is_usable(url: str) -> bool:
+    """Whether the gateway at `url` may use the link between two clusters again, after a fault.
 
     Its sending agent must have been heard of lately: one that was restarted is unheard for as long
     as the gateway takes to ask again, and routing trusts nothing older than `max_link_age_s`.
     """
     async with aiohttp.ClientSession() as session:
-        async with session.get(f"{region.gateway_url}/prfaas/links") as response:
+        async with session.get(f"{url}/prfaas/links") as response:
             links = (await response.json())["links"]
     return any(
         link["source"] == "prefill-a"
@@ -239,10 +254,25 @@ async def link_is_usable(region: RunningRegion) -> bool:
     )
 
 
+async def are_usable(region: RunningRegion, url: str, instances: Collection[str]) -> None:
+    """Return once the gateway at `url` finds these instances usable, which it probes by itself."""
+
+    async def is_so() -> bool:
+        return await region_trouble(url, region.operator_key, instances) is None
+
+    await until(is_so, f"the gateway may use {', '.join(instances)}")
+
+
 async def kv_usage(region: RunningRegion, instance: str) -> float:
     """Share of the engine's KV blocks in use; 1 when it does not answer."""
     metrics = await engine_metrics(region, instance)
     return metrics.get("vllm:kv_cache_usage_perc", 1.0)
+
+
+async def computed_tokens(region: RunningRegion, instance: str) -> float:
+    """The prompt tokens that the engine has computed itself."""
+    metrics = await engine_metrics(region, instance)
+    return metrics["vllm:prompt_tokens_total"] - metrics["vllm:prompt_tokens_cached_total"]
 
 
 async def engine_metrics(region: RunningRegion, instance: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What engine tests ask of the recording that their region's gateway writes meanwhile."""
+"""What engine tests ask of the recording that a gateway writes meanwhile."""
 
 import asyncio
 import json
@@ -9,20 +9,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from deploy.gateway.config import RecorderSection
-from deploy.region.spec.region import RegionSpec
 from scheduler.live.events import LinkHeard
 from scheduler.replay.recording import Entry, Frame, Header, frames_in
 
 TEXT_CHARS = 24
 """So much of a prompt's text in a file could be no accident."""
 LOOK_EVERY_CHARS = 500
-
-
-def recorded(spec: RegionSpec, directory: Path) -> RegionSpec:
-    """The same region, its gateway recording into `directory`."""
-    gateway = spec.gateway.model_copy(update={"recorder": RecorderSection(dir=directory)})
-    return spec.model_copy(update={"gateway": gateway})
 
 
 async def is_decided_again(directory: Path) -> None:

@@ -1,8 +1,8 @@
 """A link that slows down, breaks and comes back under real engines: routes follow, nothing fails,
 and the recording of it all gives the same decisions again.
 
-The region has the scheduling that users get: nothing of it is set. Each engine has a core of its
-own, as engines of two sites have. Requests run all the time, and the PD cluster's one engine can
+The gateway has the scheduling that users get: nothing of it is set. Both engines have a core of
+their own, as engines of two sites have. Requests run all the time, and the PD cluster's engine can
 serve all of them, so that what is seen is the routing. Times are counted from the change of the
 link; the first two seconds of a phase are for the change to be noticed by transfers under way.
 """
@@ -11,23 +11,21 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-import pytest_asyncio
-from engine_region import WINDOW, model_dir, region_spec, running
-from flight_recording import holds_no_text, is_decided_again, link_conditions, recorded
+from engine_region import WINDOW
+from flight_recording import holds_no_text, is_decided_again, link_conditions
+from part_gateway import File, gateway_over
+from served_region import DECODE, LONG_TOKENS, PREFILL, Served, serving
 
-from deploy.lab.demo.scenario import text
-from deploy.region.launch.launcher import RunningRegion
+from deploy.lab.demo.scenario import THRESHOLD_TOKENS, text
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), serving(WINDOW)]
 
-PROMPT_TOKENS = 5000
 NUM_CLIENTS = 2
 NOTICED_S = 2.0
 BACK_S = 30.0
@@ -43,7 +41,6 @@ come first.
 NUM_TO_LEARN = 6
 """Answers of the prefill cluster before the link changes: by then its prefill times are known, and
 predictions count as much as the threshold."""
-DEFAULTS: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +59,9 @@ class Asked:
 class Traffic:
     """Clients that ask for one long prompt after another, each for one that nobody has cached."""
 
-    def __init__(self, region: RunningRegion, session: aiohttp.ClientSession) -> None:
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self.asked: list[Asked] = []
-        self._url = region.gateway_url
+        self._url = url
         self._session = session
         self._started_s = time.monotonic()
         self._numbers = itertools.count()
@@ -106,31 +103,26 @@ class Traffic:
 
 
 def prompt_text(number: int) -> str:
-    """The prompt of a request."""
-    return text(PROMPT_TOKENS, number)
+    """The prompt of a request: no other test asks for it."""
+    return text(LONG_TOKENS, 50_000 + number)
 
 
-@pytest.fixture(scope="module")
-def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the region's gateway records."""
-    return tmp_path_factory.mktemp("flight")
+async def test_routes_follow_the_link(served: Served, tmp_path: Path) -> None:
+    recording = tmp_path / "flight"
 
+    def with_defaults(file: File) -> None:
+        file["gateway"] |= {
+            "threshold_tokens": THRESHOLD_TOKENS,
+            "scheduling": {},
+            "recorder": {"dir": str(recording)},
+        }
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def region(
-    models_dir: Path, recording: Path, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[RunningRegion]:
-    path = model_dir(models_dir, WINDOW)
-    spec = region_spec(path, WINDOW, local_prefill=False, scheduling=DEFAULTS)
-    spec = recorded(spec, recording)
-    async with running(spec, tmp_path_factory.mktemp("congestion")) as started:
-        yield started
-
-
-async def test_routes_follow_the_link(region: RunningRegion, recording: Path) -> None:
-    relay = region.relay()
-    async with aiohttp.ClientSession() as session:
-        traffic = Traffic(region, session)
+    relay = served.region.relay()
+    async with (
+        gateway_over(served.region, {PREFILL, DECODE}, tmp_path, with_defaults) as url,
+        aiohttp.ClientSession() as session,
+    ):
+        traffic = Traffic(url, session)
         try:
             await _until_remote(traffic, 0.0, BACK_S, NUM_TO_LEARN)
 
@@ -138,18 +130,25 @@ async def test_routes_follow_the_link(region: RunningRegion, recording: Path) ->
             slow_s = traffic.now_s()
             await _until_asked(traffic, slow_s + NOTICED_S, NUM_SLOW, SLOW_LIMIT_S)
 
-            relay.cut()
+            await asyncio.to_thread(relay.cut)
             cut_s = traffic.now_s()
             await _until_asked(traffic, cut_s + NOTICED_S, NUM_CUT, SLOW_LIMIT_S)
 
             await asyncio.to_thread(relay.configure, rate="1Gbit")
-            relay.heal()
+            await asyncio.to_thread(relay.heal)
             healed_s = traffic.now_s()
             back_s = await _until_remote(traffic, healed_s, BACK_S)
         finally:
             await traffic.stop()
-        async with session.get(f"{region.gateway_url}/metrics") as response:
+            await asyncio.to_thread(relay.heal)
+            await asyncio.to_thread(relay.configure, rate="1Gbit")
+        async with session.get(f"{url}/metrics") as response:
             metrics = await response.text()
+        assert link_conditions(recording) >= {"clear", "down"}
+        prompts = (prompt_text(number) for number in range(len(traffic.asked)))
+        await asyncio.to_thread(holds_no_text, recording, prompts)
+        await is_decided_again(recording)
+    await served.is_whole()
 
     assert all(asked.is_whole for asked in traffic.asked)
     slow = [a for a in traffic.since(slow_s + NOTICED_S) if a.sent_s < cut_s]
@@ -163,10 +162,6 @@ async def test_routes_follow_the_link(region: RunningRegion, recording: Path) ->
         assert _decisions(metrics, reason) >= 1
     assert _decisions(metrics, "local_sooner") + _decisions(metrics, "link_congested") >= 1
     assert 'prfaas_gateway_link_condition{condition="clear",source="prefill-a"' in metrics
-
-    assert link_conditions(recording) >= {"clear", "down"}
-    holds_no_text(recording, (prompt_text(number) for number in range(len(traffic.asked))))
-    await is_decided_again(recording)
 
 
 async def _until_asked(

@@ -4,7 +4,6 @@ OpenAI's own client and plain HTTP get from a region what a plain engine of the 
 """
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,15 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-import pytest_asyncio
-from engine_region import WINDOW, model_dir, records, region_spec, running
+from engine_region import RECURRENT, WINDOW, model_dir, records_at
+from served_region import EMBED, POOLING, Served, serving
 
 from deploy.lab.demo.reference import plain_engine
-from deploy.lab.demo.regions import pd_cluster_alone
 from deploy.lab.demo.scenario import text
 from deploy.lab.demo.tiny_specs import MODELS
-from deploy.region.launch.launcher import RunningRegion
-from deploy.region.spec.region import RegionInstance
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), serving(RECURRENT)]
 
-POOLING = ("--runner", "pooling", "--convert", "embed")
 TEXTS = [text(num_bytes, seed) for seed, num_bytes in enumerate((1, 40, 600), start=8300)]
 CALLS: dict[str, dict[str, Any]] = {
     "/v1/score": {"queries": TEXTS[0], "documents": TEXTS[1:]},
@@ -34,27 +29,14 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def region(
-    models_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[RunningRegion]:
-    spec = region_spec(model_dir(models_dir, WINDOW), WINDOW)
-    (model,) = spec.models
-    model = model.model_copy(update={"args": (*model.args, *POOLING)})
-    spec = spec.model_copy(update={"models": (model,)})
-    alone = pd_cluster_alone(spec, [RegionInstance(name="b1-embed", role="decode")])
-    async with running(alone, tmp_path_factory.mktemp("r") / "region") as made:
-        yield made
-
-
 async def answers_of(url: str) -> dict[str, Any]:
     """The answers of an engine or a region, without what is of the moment."""
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         as_numbers = await client.embeddings.create(
-            model=WINDOW, input=TEXTS, encoding_format="float"
+            model=EMBED, input=TEXTS, encoding_format="float"
         )
         # What the client asks for by itself: numbers in base64.
-        packed = await client.embeddings.create(model=WINDOW, input=TEXTS[1])
+        packed = await client.embeddings.create(model=EMBED, input=TEXTS[1])
     found: dict[str, Any] = {
         "embeddings": [item.embedding for item in as_numbers.data],
         "packed": packed.data[0].embedding,
@@ -62,7 +44,7 @@ async def answers_of(url: str) -> dict[str, Any]:
     }
     async with aiohttp.ClientSession() as session:
         for path, body in CALLS.items():
-            async with session.post(url + path, json={"model": WINDOW, **body}) as response:
+            async with session.post(url + path, json={"model": EMBED, **body}) as response:
                 assert response.status == 200, (path, await response.text())
                 found[path] = await response.json()
     for path in ("/v1/score", "/v1/rerank"):
@@ -72,17 +54,20 @@ async def answers_of(url: str) -> dict[str, Any]:
 
 
 async def test_forwarded_answers_equal_a_plain_engines(
-    region: RunningRegion, models_dir: Path, tmp_path: Path
+    served: Served, models_dir: Path, tmp_path: Path
 ) -> None:
-    answers = await answers_of(region.gateway_url)
+    before = await records_at(served.url)
+    answers = await answers_of(served.url)
     vectors = answers["embeddings"]
     assert len({len(vector) for vector in vectors}) == 1
     assert len({tuple(vector) for vector in vectors}) == len(TEXTS)
     assert vectors[1] == pytest.approx(answers["packed"])
-    made = (await records(region)).values()
+    listed = await records_at(served.url)
+    made = [record for key, record in listed.items() if key not in before]
     assert {(record["route"], record["reason"]) for record in made} == {("direct", "forwarded")}
 
-    model = replace(MODELS[WINDOW], engine_args=(*MODELS[WINDOW].engine_args, *POOLING))
+    args = (*MODELS[WINDOW].engine_args, *POOLING)
+    model = replace(MODELS[WINDOW], name=EMBED, engine_args=args)
     path = await asyncio.to_thread(model_dir, models_dir, WINDOW)
     async with plain_engine(model, path, tmp_path) as url:
         expected = await answers_of(url)
@@ -102,9 +87,9 @@ def nearly(value: Any) -> Any:
             return value
 
 
-async def test_a_task_that_the_engine_does_not_have_is_its_own_error(region: RunningRegion) -> None:
-    url = f"{region.gateway_url}/v1"
+async def test_a_task_that_the_engine_does_not_have_is_its_own_error(served: Served) -> None:
+    url = f"{served.url}/v1"
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
         with pytest.raises(openai.APIStatusError) as refused:
-            await client.completions.create(model=WINDOW, prompt="x", max_tokens=1)
+            await client.completions.create(model=EMBED, prompt="x", max_tokens=1)
     assert 400 <= refused.value.status_code < 500
