@@ -101,7 +101,6 @@ def test_what_runs_and_watches_a_region(target: str, region: str) -> None:
 
 ONE: Final = {
     "two_sites.host.systemd": ("--node", "b1", "--user", "vllm", "--config", "/opt/prfaas"),
-    "trusted.host.systemd": ("--node", "a2"),
     "two_sites.host.prometheus": ("--node", "a1"),
     "kubernetes.site.kubernetes": ("--site", "pd-b", "--values", str(FOLDER / "values.yaml")),
 }
@@ -112,6 +111,12 @@ ONE: Final = {
 def test_options_for_one_host_and_one_site(name: str) -> None:
     region, _, target = name.split(".")
     check(FOLDER / f"{name}.txt", compared(target, region, *ONE[name]))
+
+
+def test_nodes_of_one_host_are_rendered_together_whichever_is_named() -> None:
+    _, first = rendered("systemd", "trusted", "--node", "a1")
+    _, second = rendered("systemd", "trusted", "--node", "a2")
+    assert first == second
 
 
 @cache
