@@ -65,13 +65,6 @@ def test_a_site_has_the_parts_of_its_nodes() -> None:
     assert [item.name for item in far] == ["agent.a1", "agent.a2", "a1-p", "a2-p", "front.far"]
 
 
-def test_loopback_of_two_hosts_is_two_networks() -> None:
-    key = KEYS.replace("tls: {cert: /k/cert.pem, key: /k/key.pem, ca: /k/ca.pem}", "region_key: k")
-    region = region_of(key)
-    nodes = resolve_part(region, part_of(region, node="a1")).region.nodes
-    assert [node.instances[0].port for node in nodes] == [7400] * 3
-
-
 def test_named_keys_are_not_made(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path, tmp_path)
     keys = tmp_path / "keys"
