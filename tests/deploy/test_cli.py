@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from deploy.cli import app
 
-EXAMPLE = Path(__file__).parents[2] / "deploy" / "region" / "examples" / "demo.yaml"
 run = CliRunner().invoke
 
 
@@ -99,31 +98,6 @@ def test_the_shell_completes_commands_that_are_not_imported_yet(
     assert result.output.split() == offered
 
 
-def test_checking_a_file() -> None:
-    result = run(app, ["region", "check", str(EXAMPLE), "--set", "MODEL=/m"])
-    assert result.exit_code == 0
-    assert "3 engines" in result.output
-    result = run(app, ["region", "check", str(EXAMPLE), "--set", "MODEL=/m", "--json"])
-    assert json.loads(result.output)["region"]["links"][0]["from"] == "prefill-a"
-
-
-def test_checking_a_wrong_file(tmp_path: Path) -> None:
-    path = tmp_path / "region.yaml"
-    path.write_text("nam: x\n")
-    result = run(app, ["region", "check", str(path)])
-    assert result.exit_code == 2
-    assert "did you mean 'name'" in result.output
-    result = run(app, ["region", "check", str(path), "--json"])
-    assert result.exit_code == 2
-    problems = json.loads(result.output)["problems"]
-    assert {"path": "nam", "line": 1} in [
-        {key: item[key] for key in ("path", "line")} for item in problems
-    ]
-    result = run(app, ["region", "check", str(path), "--set", "oops"])
-    assert result.exit_code == 2
-    assert "NAME=VALUE" in result.output
-
-
 @pytest.mark.parametrize("process", ["gateway", "pd", "prefill"])
 def test_instances_of_one_cluster_with_one_name_are_refused(tmp_path: Path, process: str) -> None:
     one = {"name": "d0", "url": "http://127.0.0.1:8100", "agent": "127.0.0.1:7101"}
@@ -140,13 +114,6 @@ def test_instances_of_one_cluster_with_one_name_are_refused(tmp_path: Path, proc
 def test_the_schema_is_json() -> None:
     result = run(app, ["region", "schema"])
     assert json.loads(result.output)["title"] == "RegionSpec"
-
-
-def test_nothing_runs(tmp_path: Path) -> None:
-    for command in ("status", "down"):
-        result = run(app, [command, "--run-dir", str(tmp_path)])
-        assert result.exit_code == 1
-        assert "no region runs" in result.output
 
 
 def test_faults_of_a_link_that_is_not_there(tmp_path: Path) -> None:

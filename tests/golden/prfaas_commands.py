@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from deploy.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "deploy" / "region" / "examples"
 ENVIRONMENT: dict[str, str | None] = {
     "COLUMNS": "120",
     "NO_COLOR": "1",
@@ -87,9 +88,10 @@ def refusals(cases: Path, folder: Path) -> str:
 
     `cases` is a list of groups: the `command`, the right `file`, and by the name of each case what
     is replaced in it, or the whole file. FILE, OUT and FOLDER in a command are the wrong file, a
-    folder that is missing, and one that exists.
+    folder that is missing, and one that exists; EXAMPLES has the examples of regions.
     """
     paths = {"FILE": folder / "file.yaml", "OUT": folder / "out", "FOLDER": folder}
+    paths["EXAMPLES"] = EXAMPLES
     names = {str(path): word for word, path in paths.items()}
     parts = []
     for group in yaml.safe_load(cases.read_text(encoding="utf-8")):
@@ -100,6 +102,7 @@ def refusals(cases: Path, folder: Path) -> str:
             paths["FILE"].write_text(_changed(right, changes, case), encoding="utf-8")
             status, output = ran(words)
             assert status == 2, f"{case}: {status}: {output}"
+            assert not paths["OUT"].exists(), case
             parts.append(f"\n## {case}\n{plain(output, names)}")
         parts.append("\n")
     return "".join(parts)

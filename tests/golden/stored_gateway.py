@@ -68,12 +68,19 @@ def _prefill(number: int) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def stored_gateway(answers: dict[str, Any]) -> AsyncIterator[str]:
-    """Serve the answers; gives the URL. The key `wrong` opens nothing."""
+async def stored_gateway(
+    answers: dict[str, Any], orders: list[str] | None = None
+) -> AsyncIterator[str]:
+    """Serve the answers; gives the URL. The key `wrong` opens nothing. `orders` gets what was
+    asked for otherwise than by GET.
+    """
 
     async def answer(request: web.Request) -> web.Response:
         if request.headers.get("Authorization") == "Bearer wrong":
             return _refusal(401, "No tenant has this key.")
+        if orders is not None and request.method != "GET":
+            body = await request.text()
+            orders.append(f"> {request.method} {request.path_qs} {body}".rstrip() + "\n")
         found = answers.get(f"{request.method} {request.path_qs}")
         if isinstance(found, list):
             found = found.pop(0) if len(found) > 1 else found[0]

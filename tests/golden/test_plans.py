@@ -38,6 +38,9 @@ PLANNED: Final = {
         "plan sweep $EXAMPLES/case-study.yaml --over link_gbps=1,5,25",
         "plan sweep $EXAMPLES/case-study.yaml --over hit_ratio=0:0.8:0.4 --over pd_instances=6,8",
         "plan sweep $EXAMPLES/case-study.yaml --over prefill_instances=2,4 --json",
+        "plan sweep $EXAMPLES/case-study.yaml --over pd_instances=0",
+        "plan sweep $EXAMPLES/case-study.yaml --over output_tokens=-1",
+        "plan sweep $EXAMPLES/case-study.yaml --over output_tokens=nan",
     ),
     "kv": (
         "plan kv $ROOT/tests/docs/config.json",
@@ -48,6 +51,11 @@ PLANNED: Final = {
         "plan kv $HERE/windows.json --lengths 1Ki --prefill-s 1,2",
         "plan kv $HERE/windows.json --lengths 1Ki --prefill-s 0",
         "plan kv $HERE/windows.json --gpus 8",
+        "plan kv $HERE/windows.json --lengths 1K --prefill-s 1 --gpus 8 --gpus-per-instance 16",
+        "plan kv $HERE/windows.json --lengths 32KB",
+        "plan kv $HERE/windows.json --dtype int4",
+        "plan kv $HERE/windows.json --mamba-cache-dtype fp8",
+        "plan kv $HERE/windows.json --tp 0",
         "plan kv $HERE/none.json",
         "plan kv $HERE/cases.yaml --json",
     ),
@@ -61,12 +69,16 @@ ASKED: Final = {
         "explain a-rather-long-id-of-a-client-1",
         "explain refused-1",
         "explain image-1",
+        "explain a/b",
         "explain far-1 --timeline",
         "explain far-1 --timeline --json",
         "explain local-1 --timeline",
         "explain refused-1 --timeline",
+        "explain a-rather-long-id-of-a-client-1 --timeline",
+        "explain a/b --timeline",
         "explain local-1 --json",
         "explain nobody",
+        "explain nobody --gateway $GATEWAY/new",
     ),
     "words": (
         "explain reasons",
@@ -86,8 +98,16 @@ ASKED: Final = {
         "cache explain $TMP/none.txt",
         "cache explain $TMP/empty.txt",
         "cache explain $TMP/object.json",
+        "cache explain $TMP/list.json",
+        "cache explain --model other $TMP/request.json",
+        "cache explain $TMP/bytes",
     ),
-    "links": ("link top --once", "link top --once --paths", "link top --once --json"),
+    "links": (
+        "link top",
+        "link top --once --paths",
+        "link top --once --json",
+        "link top --gateway $GATEWAY/new",
+    ),
     "roles": (
         "role ls",
         "role ls --json",
@@ -95,14 +115,18 @@ ASKED: Final = {
         "role set d1 prefill --epoch 0",
         "role set w1 prefill --cluster west",
         "role set n0 prefill --cluster north",
+        "role set p1 prefill --cluster east",
+        "role set s1 prefill --cluster south",
         "role set d1 both",
     ),
     "instances": (
         "instance list",
         "instance add p9 --cluster east --url http://e:1 --agent a:1 --max-concurrent 2",
         "instance add p9 --cluster east --url http://e:1 --agent a:1 --no-wait --json",
+        "instance add p9 --cluster east --url http://e:1 --agent a:1",
         "instance remove d9 --cluster home --limit 30s --force",
         "instance remove a/b --no-wait",
+        "instance remove d8 --cluster home --json",
         "instance remove d0",
         "instance list --json",
     ),
@@ -119,6 +143,7 @@ ASKED: Final = {
         "gateways --gateway $GATEWAY/elsewhere",
         "cache ls --gateway $GATEWAY/nowhere",
         "clusters --gateway http://127.0.0.1:1",
+        "link top --gateway http://127.0.0.1:1",
         "clusters --gateway 10.0.0.5:8000",
         "clusters --run-dir $TMP",
         "status --run-dir $TMP",
@@ -126,6 +151,7 @@ ASKED: Final = {
         "health $GATEWAY/livez",
         "health $GATEWAY/readyz",
         "health 9100",
+        "health http://127.0.0.1:1/livez",
     ),
 }
 NOT_OF_A_GATEWAY: Final = ("status", "down", "health")
@@ -154,16 +180,19 @@ def test_every_mistake_in_a_plan_is_told_with_its_place_and_a_cure(tmp_path: Pat
 
 
 async def answered(commands: Iterable[str], folder: Path) -> str:
-    """What commands print that ask a gateway with the stored answers."""
-    texts = []
-    async with stored_gateway(stored(FOLDER / "answers.yaml")) as url:
+    """What commands print that ask a gateway with the stored answers, and what they order."""
+    texts: list[str] = []
+    orders: list[str] = []
+    async with stored_gateway(stored(FOLDER / "answers.yaml"), orders) as url:
         paths = {"$GATEWAY": url, "$TMP": str(folder)}
         names = {path: name for name, path in paths.items()}
         for command in commands:
             words = in_words(command, paths)
             if not {"--gateway", "--run-dir"} & {*words} and words[0] not in NOT_OF_A_GATEWAY:
                 words += ["--gateway", url]
-            texts.append(await asyncio.to_thread(said, words, names))
+            orders.clear()
+            text = await asyncio.to_thread(said, words, names)
+            texts.append("".join([text, *orders]))
     return _MOMENT.sub("<time>", "\n".join(texts))
 
 
@@ -174,6 +203,9 @@ async def test_commands_that_ask_a_gateway(
     (tmp_path / "prompt.txt").write_text("Once upon a time")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "object.json").write_text('{"text": "x"}')
+    (tmp_path / "list.json").write_text("[1, 2]")
+    (tmp_path / "request.json").write_text('{"model": "tiny", "messages": [], "tools": [1]}')
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     monkeypatch.setattr(time, "sleep", lambda _: None)  # commands look again every second
     check(FOLDER / f"{name}.txt", await answered(ASKED[name], tmp_path))
 
@@ -183,10 +215,12 @@ async def test_a_profile_of_what_was_served(tmp_path: Path) -> None:
     commands = (
         "plan profile-live --out $TMP/profile.yaml",
         "plan profile-live --out $TMP/profile.yaml",
+        "plan profile-live --out $TMP/profile.yaml --force --json",
         "plan profile-live --out $TMP/other.yaml --model small",
         "plan profile-live --out $TMP/other.yaml --instance p0 --config $TMP/none.json --json",
     )
     text = await answered(commands, tmp_path)
+    assert os.listdir(tmp_path) == [out.name]
     file = plain(out.read_text(encoding="utf-8"))
     text = re.sub(r"http://127\.0\.0\.1:\d+", "$GATEWAY", f"{text}\n{file}")
     check(FOLDER / "profile-live.txt", _DATE.sub("<time>", text))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from golden import check
-from prfaas_commands import ROOT, refusals, said
+from prfaas_commands import EXAMPLES, refusals, said
 
 FOLDER = Path(__file__).parent / "region_check"
-EXAMPLES = ROOT / "deploy" / "region" / "examples"
+SHARED = FOLDER.parent / "region_render" / "shared.yaml"
 PREFILLS = (
     "profile: {prefill: {points: [{tokens: 1000, seconds: 1}, {tokens: 8000, seconds: 8}]}}\n"
 )
@@ -19,10 +19,14 @@ def test_every_mistake_is_told_with_its_place_and_a_cure(tmp_path: Path) -> None
     (tmp_path / "prefills.yaml").write_text(PREFILLS)
     (tmp_path / "wide").mkdir()
     (tmp_path / "wide" / "adapter_config.json").write_text('{"r": 20}')
-    check(FOLDER / "messages.txt", refusals(FOLDER / "cases.yaml", tmp_path))
+    text = refusals(FOLDER / "cases.yaml", tmp_path)
+    # Passwords and variables of engines.
+    assert "hunter2" not in text
+    assert "5.17" not in text
+    check(FOLDER / "messages.txt", text)
 
 
-def test_right_files_and_files_that_are_none() -> None:
+def test_right_files_and_what_else_may_be_wrong(tmp_path: Path) -> None:
     model = ("--set", "MODEL=/models/tiny")
     commands = (
         (FOLDER / "base.yaml",),
@@ -31,7 +35,19 @@ def test_right_files_and_files_that_are_none() -> None:
         (EXAMPLES / "two_hosts.yaml", *model),
         (EXAMPLES / "two_hosts.yaml", *model, "--json"),
         (EXAMPLES / "gateway_api.yaml",),
+        (SHARED, "--json"),
         ("/nowhere/region.yaml",),
     )
-    text = "\n".join(said(["region", "check", *map(str, words)]) for words in commands)
+    texts = [said(["region", "check", *map(str, words)]) for words in commands]
+    # A folder that is not empty, and a region of one machine that does not run.
+    (tmp_path / "file").touch()
+    for options in (
+        ("kubernetes.yaml", "--systemd", str(tmp_path)),
+        ("kubernetes.yaml", "--kubernetes", str(tmp_path)),
+        ("demo.yaml", "--prometheus", "/nowhere", *model),
+    ):
+        words = ["region", "render", str(EXAMPLES / options[0]), *options[1:]]
+        texts.append(said(words, {str(tmp_path): "FOLDER"}))
+    text = "\n".join(texts)
+    assert "hunter2" not in text
     check(FOLDER / "files.txt", text)

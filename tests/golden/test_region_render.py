@@ -18,10 +18,9 @@ import pytest
 from folding import folded
 from golden import check
 from launched import launched
-from prfaas_commands import ROOT, plain, ran, said
+from prfaas_commands import EXAMPLES, ROOT, plain, ran, said
 
 FOLDER: Final = Path(__file__).parent / "region_render"
-EXAMPLES: Final = ROOT / "deploy" / "region" / "examples"
 SHIPPED: Final = ROOT / "deploy" / "observability"
 NOT_REGIONS: Final = ("gateway_api", "values")
 FILES: Final = {
@@ -61,6 +60,8 @@ def rendered(target: str, region: str, *more: str) -> tuple[str, dict[str, str]]
         # They may have passwords and tokens.
         assert not [path for path in paths if path.stat().st_mode & 0o077]
         files = {str(path.relative_to(out)): path.read_text(encoding="utf-8") for path in paths}
+        # Every user may read units.
+        assert not [name for name in files if ".service" in name and "hunter2" in files[name]]
     parts = (part for name, text in files.items() for part in divided(name, plain(text, names)))
     return text, dict(parts)
 
@@ -98,11 +99,24 @@ def test_what_runs_and_watches_a_region(target: str, region: str) -> None:
     check(FOLDER / f"{region}.{target}.txt", compared(target, region))
 
 
-def test_options_for_one_host_and_one_site() -> None:
-    host = ("--node", "b1", "--user", "vllm", "--config", "/opt/prfaas")
-    check(FOLDER / "two_sites.host.systemd.txt", compared("systemd", "two_sites", *host))
-    site = ("--site", "pd-b", "--values", str(FOLDER / "values.yaml"))
-    check(FOLDER / "kubernetes.site.kubernetes.txt", compared("kubernetes", "kubernetes", *site))
+ONE: Final = {
+    "two_sites.host.systemd": ("--node", "b1", "--user", "vllm", "--config", "/opt/prfaas"),
+    "two_sites.host.prometheus": ("--node", "a1"),
+    "kubernetes.site.kubernetes": ("--site", "pd-b", "--values", str(FOLDER / "values.yaml")),
+}
+"""Options for one host or one site, by golden file."""
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_options_for_one_host_and_one_site(name: str) -> None:
+    region, _, target = name.split(".")
+    check(FOLDER / f"{name}.txt", compared(target, region, *ONE[name]))
+
+
+def test_nodes_of_one_host_are_rendered_together_whichever_is_named() -> None:
+    _, first = rendered("systemd", "trusted", "--node", "a1")
+    _, second = rendered("systemd", "trusted", "--node", "a2")
+    assert first == second
 
 
 @cache
@@ -143,5 +157,5 @@ def test_commands_and_settings_of_every_process(region: str) -> None:
 def test_no_text_is_left_over() -> None:
     expected = {f"{region}.{target}.txt" for region in FILES for target in BASES}
     expected |= {f"{region}.up.txt" for region in RUNS_HERE}
-    expected |= {"two_sites.host.systemd.txt", "kubernetes.site.kubernetes.txt"}
+    expected |= {f"{name}.txt" for name in ONE}
     assert {path.name for path in FOLDER.glob("*.txt")} <= expected

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -67,17 +66,13 @@ def test_what_homes_share_is_given_out_once(found: dict[str, Any]) -> None:
     assert sum(pair["instances"] for pair in north) == pytest.approx(6)
 
 
-def test_the_tables_have_every_pair_and_the_page_every_home(tmp_path: Path) -> None:
-    page = tmp_path / "sites.html"
-    path = str(EXAMPLES / "sites.yaml")
-    text = " ".join(run("solve", path, *FEW, "--plot", str(page)).split())
-    for words in ("times the demand", "west (coder)", "uplink north egress", "full first"):
-        assert words in text
+def test_the_page_has_every_home(tmp_path: Path) -> None:
+    page, picture = tmp_path / "sites.html", tmp_path / "sites.png"
+    for path in (page, picture):
+        run("solve", str(EXAMPLES / "sites.yaml"), *FEW, "--plot", str(path))
     html = page.read_text()
     assert html.count("<svg") == 4
     assert "<h2>west (coder)</h2>" in html
-    picture = tmp_path / "sites.png"
-    run("solve", path, *FEW, "--plot", str(picture))
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -97,28 +92,3 @@ def test_the_only_pd_cluster_has_the_plan_of_a_file_without_homes(tmp_path: Path
     assert home["throughput_rps"] == plain["throughput_rps"]
     assert home["plan"]["threshold_tokens"] == plain["threshold_tokens"]
     assert home["plan"]["splits"] == plain["splits"]
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda d: d["pd_clusters"][0].pop("rate_rps"), r"pd_clusters\[0\].rate_rps.*is missing"),
-        (lambda d: d["pd_clusters"][2].update(model="codr"), "no model named 'codr'.*coder"),
-        (lambda d: d["uplinks"][0].update(cluster="east"), "no prefill cluster 'east'"),
-        (lambda d: d["uplinks"][1].update(cluster="north"), "no PD cluster 'north'"),
-        (lambda d: d["prefill_clusters"][2].pop("model"), "'south' is used twice"),
-        (lambda d: d["pd_clusters"][0].update(name="north"), "'north' is used twice"),
-    ],
-)
-def test_what_does_not_fit_together_is_named(tmp_path: Path, change: Any, says: str) -> None:
-    document = example()
-    change(document)
-    text = " ".join(run("solve", written(tmp_path, document), *FEW, status=2).split())
-    assert re.search(says, text), text
-
-
-@pytest.mark.parametrize("words", [("solve", "--search"), ("sweep", "--over", "link_gbps=1,2")])
-def test_what_is_for_one_region_says_so(words: tuple[str, ...]) -> None:
-    command, *options = words
-    text = run(command, str(EXAMPLES / "sites.yaml"), *options, status=2)
-    assert "without homes" in text

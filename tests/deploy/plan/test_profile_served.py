@@ -1,17 +1,13 @@
 """A profile of what a region has served: every second of an instance counts once."""
 
-import json
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from deploy.cli import app
 from deploy.gateway.serving.records import RequestRecord
 from deploy.gateway.serving.ttft_parts import TtftParts
 from deploy.plan.profile.served import (
@@ -23,8 +19,6 @@ from deploy.plan.profile.served import (
     served_profile,
     shares_of,
 )
-from deploy.profile_file import EngineProfileFile
-from deploy.region import client
 
 spans = st.lists(
     st.builds(
@@ -151,43 +145,3 @@ def test_models_and_instances_are_not_mixed() -> None:
     mixed = [*one_after_the_other(), *one_after_the_other(prefill_instance="p1")]
     assert served_profile(mixed).busy.keys() == {"p0", "p1"}
     assert served_profile(mixed, instances=["p1", "d0"]).busy.keys() == {"p1"}
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[RequestRecord]:
-    """The records of the gateway that the command asks."""
-    records: list[RequestRecord] = []
-    monkeypatch.setattr(client, "ask", lambda *_, **__: {"requests": records})
-    return records
-
-
-def profile_live(out: Path, *words: str) -> Any:
-    command = ["plan", "profile-live", "--gateway", "http://127.0.0.1:1", "--out", str(out)]
-    return CliRunner().invoke(app, [*command, *words])
-
-
-def test_the_command_writes_a_file_that_the_planner_reads(
-    asked: list[RequestRecord], tmp_path: Path
-) -> None:
-    asked += one_after_the_other()
-    out = tmp_path / "loaded.yaml"
-    done = profile_live(out)
-    assert done.exit_code == 0, done.output
-    assert "wrote" in done.output
-    profile = EngineProfileFile.load(out).profile
-    assert profile.prefill.points[0].seconds == 2.0
-    assert profile.provenance is not None
-    assert profile.provenance.model == "tiny"
-    assert "20 prompts that p0 prefilled beside other work" in profile.provenance.notes[0]
-
-    again = profile_live(out, "--json")
-    assert (again.exit_code, json.loads(again.output)["ok"]) == (2, False)
-    assert profile_live(out, "--json", "--force").exit_code == 0
-
-
-def test_too_little_traffic_writes_nothing(asked: list[RequestRecord], tmp_path: Path) -> None:
-    asked += one_after_the_other(3)
-    done = profile_live(tmp_path / "loaded.yaml")
-    assert done.exit_code == 1
-    assert "3 prefills" in done.output
-    assert not list(tmp_path.iterdir())

@@ -12,7 +12,7 @@ from cryptography import x509
 from typer.testing import CliRunner
 
 from deploy.cli import app
-from deploy.region.certs import add, hosts_of, make
+from deploy.region.certs import Authority, add, hosts_of, make
 from deploy.region.spec.loading import parse_region
 from transport.grants import Granter, GrantFile
 from transport.identity import certificate_identities
@@ -204,6 +204,18 @@ class TestCommandLine:
         assert said == f"copy {keys}/a2/ to the host 10.0.0.2 (a2)\n"
         _, said, _ = self.told(str(keys), str(file), "--renew", "--json", command="add")
         assert [host["folder"] for host in json.loads(said)["hosts"]] == ["a1", "a2", "b1"]
+
+    def test_a_certificate_that_has_expired_is_made_anew(self, tmp_path: Path) -> None:
+        file, keys = tmp_path / "region.yaml", tmp_path / "keys"
+        file.write_text(REGION)
+        self.told(str(keys), str(file))
+        host = hosts_of(parse_region(REGION, {}))[0]
+        for name, data in Authority.read(keys).certified(host, days=0).items():
+            (keys / "a1" / name).write_bytes(data)
+        _, said, _ = self.told(str(keys), str(file), command="add")
+        assert said == f"copy {keys}/a1/ to the host 10.0.0.1 (a1)\n"
+        _, said, _ = self.told(str(keys), str(file), command="add")
+        assert said == "every host of the file has its files\n"
 
     def test_in_json(self, tmp_path: Path) -> None:
         file = tmp_path / "region.yaml"
