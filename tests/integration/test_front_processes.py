@@ -55,12 +55,19 @@ def environment() -> dict[str, str]:
 
 
 @asynccontextmanager
-async def front_process(kind: str, config: Path) -> AsyncIterator[tuple[str, int]]:
-    """The front's gRPC address and pid; on leaving it must end well on SIGTERM."""
+async def front_process(
+    kind: str, config: Path, *, stopping: bool = False
+) -> AsyncIterator[tuple[str, int]]:
+    """The front's gRPC address and pid; on leaving it must end well on SIGTERM.
+
+    `stopping`: the caller sends the signal itself. One more would find the process without its
+    handlers, if it is about to end.
+    """
     async with serving(kind, config, env=environment()) as (process, ready):
         assert ready["event"] == "ready"
         yield ready["control"], ready["pid"]
-        process.send_signal(signal.SIGTERM)
+        if not stopping:
+            process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), 30) == 0
 
 
@@ -98,7 +105,7 @@ async def test_a_front_that_stops_lets_its_jobs_end(tmp_path: Path, kind: str, h
     agent = await FakeAgent("i0").start()
     engine = await FakeEngine(agent).start()
     config = write_config(tmp_path / "front.yaml", engine, agent, "prefill")
-    async with front_process(kind, config) as (target, pid):
+    async with front_process(kind, config, stopping=True) as (target, pid):
         front: RemotePrefillCluster | RemotePdCluster = RemotePrefillCluster("c", target)
         if kind == "pd":
             front = RemotePdCluster("c", target, has_prefill_instances=True)
