@@ -9,6 +9,7 @@ since other chunks round otherwise, too.
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_region import (
@@ -57,7 +58,7 @@ async def test_states_of_two_stages_continue_on_one_rank_and_on_two(
     path = await asyncio.to_thread(build_model, MODEL, models_dir)
     spec = demo_region(MODEL, path, threshold_tokens=100, local_prefill=False, prefix_caching=False)
     one, two = rank_environment(), rank_environment(2)
-    engines = {
+    engines: dict[str, list[dict[str, Any]]] = {
         "a1": [{"name": PREFILL, "pipeline_parallel_size": 2, "env": two}],
         "b1": [
             {"name": "b1-one", "role": "decode", "env": one},

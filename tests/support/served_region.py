@@ -245,7 +245,7 @@ def _window(path: Path, folder: Path) -> RegionSpec:
     one, two = rank_environment(), rank_environment(2)
     ranks = {"tensor_parallel_size": 2, "env": two}
     redirected = one | {"VLLM_MODEL_REDIRECT_PATH": str(folder / REDIRECT)}
-    engines = {
+    engines: dict[str, list[dict[str, Any]]] = {
         "a1": [{"name": PREFILL, "env": one}, {"name": PREFILL_TWO, **ranks, "block_size": 64}],
         "b1": [
             {"name": DECODE, "role": "decode", "env": redirected},
