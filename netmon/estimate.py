@@ -41,8 +41,7 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkEstimate:
-    """All numbers are finite and none but `trend` is negative. Rates count transfers' bytes, before
-    coding.
+    """All numbers are finite and none is negative. Rates count transfers' bytes, before coding.
 
     A link that was never measured has `available_bytes_per_s` 0 and `age_s` None: nothing is
     assumed.
@@ -76,16 +75,10 @@ class LinkEstimate:
     """Time to send the backlog; 0 while the rate is unknown, at most MAX_BACKLOG_S."""
     loss: float = 0.0
     """Retransmitted share of the bytes sent in the last second or so."""
-    trend: float = 0.0
-    """Change of the available rate over the trend window, relative to the greater of both ends:
-    -1 (stopped) to 1 (started).
-    """
     limited_by: Limit = Limit.IDLE
     is_up: bool = True
     stalled_s: float = 0.0
     """Time for which bytes have waited and none was acknowledged."""
-    interface_bytes_per_s: float | None = None
-    """The rate of the whole host on the link's interface; None where unknown."""
 
 
 @dataclass(frozen=True, slots=True)

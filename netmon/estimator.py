@@ -12,7 +12,6 @@ clock, and does not judge whether a rate is too low (`netmon.detector` does).
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, replace
 
 from netmon.estimate import MAX_BACKLOG_S, Limit, LinkEstimate, LinkTotals
@@ -55,8 +54,6 @@ class EstimatorConfig:
     """
     loss_least_bytes: int = 128 * 1024
     """No loss is reported when less than this was sent within the window."""
-    trend_s: float = 5.0
-    """Window of the trend."""
     base_rtt_s: float = 300.0
     """Least time for which the least round-trip time is remembered."""
     ramp_round_trips: float = 8.0
@@ -87,7 +84,6 @@ class LinkEstimator:
         self._coded = DecayingShare(config.gain_s, config.gain_least_bytes)
         self._gain = 1.0  # bytes before coding per byte on the wire; stays while the link is idle
         self._base_rtt = WindowedMin(config.base_rtt_s)
-        self._interface = DecayingRate(config.achieved_s)
         self._totals = LinkTotals()
         self._sample: LinkSample | None = None
         self._sampled_s = 0.0
@@ -96,7 +92,6 @@ class LinkEstimator:
         self._backlogged_s: float | None = None  # bytes have waited since
         self._stalled_s: float | None = None  # and nothing was acknowledged since
         self._limited_by = Limit.IDLE
-        self._rates: deque[tuple[float, float]] = deque()  # (time, available) of the trend window
 
     def totals(self) -> LinkTotals:
         """Counters for metrics."""
@@ -120,7 +115,6 @@ class LinkEstimator:
             self._base_rtt.add(connection.min_rtt_s or connection.rtt_s, now_s)
         self._note_backlog(sample, now_s)
         self._sample, self._sampled_s = sample, now_s
-        self._note_rate(now_s)
 
     def observe_probe(self, result: ProbeResult, now_s: float) -> None:
         """Take in a probe of an idle link. A probe that was long enough for the connections to find
@@ -131,7 +125,6 @@ class LinkEstimator:
             self._rate.replace(bytes_per_s, now_s)
         else:
             self._rate.at_least(bytes_per_s, now_s)
-        self._note_rate(now_s)
 
     def estimate(self, now_s: float) -> LinkEstimate:
         """The estimate at `now_s`, which may be later than the last sample."""
@@ -154,13 +147,9 @@ class LinkEstimator:
             backlog_bytes=sample.backlog_bytes,
             backlog_s=self._backlog_s(sample, available),
             loss=min(1.0, self._loss.value(now_s)),
-            trend=self._trend(available, now_s),
             limited_by=self._limited_by,
             is_up=sample.is_up,
             stalled_s=_since(self._stalled_s, now_s) or 0.0,
-            interface_bytes_per_s=None
-            if sample.interface is None
-            else self._interface.value(now_s),
         )
 
     def _take_in(
@@ -171,7 +160,6 @@ class LinkEstimator:
         self._loss.add(interval.carried.retransmitted_bytes, interval.carried.sent_bytes, now_s)
         if wire_bytes:
             self._note_gain(interval.payload_bytes, wire_bytes, now_s)
-        self._see_interface(before, sample, interval.duration_s, now_s)
         if interval.carried.rtt_s:
             self._rtt_s = interval.carried.rtt_s
             self._heard_s = now_s
@@ -215,23 +203,8 @@ class LinkEstimator:
         elif self._backlogged_s is None:
             self._backlogged_s = now_s
 
-    def _see_interface(
-        self, before: LinkSample, sample: LinkSample, duration_s: float, now_s: float
-    ) -> None:
-        old, new = before.interface, sample.interface
-        # The counters of another interface have nothing to do with the last ones.
-        if old is None or new is None or old.name != new.name:
-            return
-        self._interface.add(max(0, new.sent_bytes - old.sent_bytes), duration_s, now_s)
-
     def _available(self, sample: LinkSample) -> float:
-        if not sample.is_up:
-            return 0.0
-        rate = self._rate.bytes_per_s
-        # The network card bounds bytes on the wire; what coding gains comes on top.
-        if sample.interface is not None and sample.interface.bytes_per_s is not None:
-            rate = min(rate, sample.interface.bytes_per_s)
-        return rate * self._gain
+        return self._rate.bytes_per_s * self._gain if sample.is_up else 0.0
 
     def _backlog_s(self, sample: LinkSample, available: float) -> float:
         if not sample.backlog_bytes or self._rate.heard_s is None:
@@ -239,21 +212,6 @@ class LinkEstimator:
         if available <= 0:
             return MAX_BACKLOG_S
         return min(MAX_BACKLOG_S, sample.backlog_bytes / available)
-
-    def _trend(self, available: float, now_s: float) -> float:
-        start_s = now_s - self._config.trend_s
-        then = next((rate for at_s, rate in self._rates if at_s >= start_s), available)
-        greater = max(then, available)
-        return (available - then) / greater if greater > 0 else 0.0
-
-    def _note_rate(self, now_s: float) -> None:
-        if self._rate.heard_s is None or self._sample is None:
-            return
-        rates, window_s = self._rates, self._config.trend_s
-        while rates and rates[0][0] < now_s - window_s:
-            rates.popleft()
-        if not rates or now_s - rates[-1][0] >= window_s / 50:
-            rates.append((now_s, self._available(self._sample)))
 
     def _queueing_delay_s(self) -> float:
         return max(0.0, self._rtt_s - self._base_rtt.value)

@@ -28,11 +28,6 @@ _GAUGES: tuple[tuple[str, str, Callable[[PathReport], float | None]], ...] = (
         "What transfers get now.",
         lambda report: report.estimate.achieved_bytes_per_s,
     ),
-    (
-        "interface_bytes_per_second",
-        "What everybody on this host sends through the link's interface.",
-        lambda report: report.estimate.interface_bytes_per_s,
-    ),
     ("utilisation_ratio", "Achieved / available.", lambda report: report.estimate.utilisation),
     ("rtt_seconds", "Smoothed round trip.", lambda report: report.estimate.rtt_s),
     (
@@ -52,7 +47,6 @@ _GAUGES: tuple[tuple[str, str, Callable[[PathReport], float | None]], ...] = (
         lambda report: report.estimate.backlog_s,
     ),
     ("loss_ratio", "Retransmitted share.", lambda report: report.estimate.loss),
-    ("trend_ratio", "Change of the available rate.", lambda report: report.estimate.trend),
     (
         "stalled_seconds",
         "Bytes wait and none was acknowledged for so long.",

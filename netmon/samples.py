@@ -1,6 +1,6 @@
-"""A sample of one link at one moment: sockets, interface, queue. Knows no estimate and no clock.
+"""A sample of one link at one moment: sockets and queue. Knows no estimate and no clock.
 
-Counters run from the beginning of a connection, an interface or a link; readers take differences.
+Counters run from the beginning of a connection or a link; readers take differences.
 """
 
 from __future__ import annotations
@@ -9,17 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from netmon.tcp_info import TcpInfo
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InterfaceSample:
-    """One network interface. It counts the traffic of the whole host, not of one link."""
-
-    name: str
-    sent_bytes: int
-    bytes_per_s: float | None
-    """The speed that the hardware reports; None where it reports none, as most virtual ones."""
-    is_up: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +26,6 @@ class LinkSample:
     """Bytes before coding that the receiver has acknowledged since the link began."""
     is_up: bool = True
     """Whether at least one connection stands, or the link is idle and nothing has failed."""
-    interface: InterfaceSample | None = None
 
     @property
     def notsent_bytes(self) -> int:

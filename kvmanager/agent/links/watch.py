@@ -1,9 +1,9 @@
 """Samples the links of a node agent's sender, several times a second, and reports them.
 
-This is the shell around `netmon`. It reads the sender and the network interfaces, feeds one
-`LinkMonitor` for each endpoint, gives Prometheus the reports, and answers callers that watch. It
-samples a link every `interval_s` while the link has transfers, is not clear, or has just become
-idle, and otherwise about once a second.
+This is the shell around `netmon`. It reads the sender, feeds one `LinkMonitor` for each endpoint,
+gives Prometheus the reports, and answers callers that watch. It samples a link every `interval_s`
+while the link has transfers, is not clear, or has just become idle, and otherwise about once a
+second.
 
 A link that is down and has no transfers would stay down for ever, because nobody sends through it.
 So the sender is asked to connect again every few seconds, for at most `GIVE_UP_S`.
@@ -29,10 +29,9 @@ from kvmanager.agent.links.messages import LinkFeed, WatchLinks
 from kvmanager.loop.watch import aligned_delay_s
 from kvmanager.transfers.records import BadRequest
 from netmon.estimate import LinkCondition, PathReport
-from netmon.interfaces import interface_of, read_interface
 from netmon.metrics import LinkMetrics
 from netmon.monitor import LinkMonitor, MonitorConfig
-from netmon.samples import InterfaceSample, LinkSample, ProbeResult
+from netmon.samples import LinkSample, ProbeResult
 from transport import Endpoint, LinkState
 from transport.tasks import start_task
 
@@ -89,8 +88,6 @@ class _Watched:
     down_s: float | None = None
     warmed_s: float = -math.inf
     state: LinkState | None = None
-    local_host: str = ""
-    """The address of this host that a connection of the link leaves from, or left last."""
     earlier_acked_bytes: int = 0
     """Bytes acknowledged on earlier links to this endpoint, which the sender has closed."""
     probe_bytes: int = 0
@@ -115,8 +112,6 @@ class LinkWatch:
         self._data_endpoint = data_endpoint
         self._clock_s = clock_s
         self._watched: dict[Endpoint, _Watched] = {}
-        self._interfaces: dict[str, str] = {}
-        """Names of interfaces, by the address of this host that they have."""
         self._seq = 1
         self._news = asyncio.Event()
         self._told_s = self._shown_s = self._asked_s = -math.inf
@@ -159,7 +154,6 @@ class LinkWatch:
         for endpoint in activity.keys() - self._watched.keys():
             monitor = LinkMonitor(str(endpoint), self._settings.monitor)
             self._watched[endpoint] = _Watched(monitor)
-        interfaces: dict[str, InterfaceSample | None] = {}
         is_news = False
         for endpoint, watched in list(self._watched.items()):
             if endpoint in activity:
@@ -175,7 +169,7 @@ class LinkWatch:
             # backlog for as long as it is idle.
             is_news |= not is_used and watched.used_s >= self._told_s > -math.inf
             if is_used or now_s >= watched.due_s:
-                is_news |= self._look_at(endpoint, watched, interfaces, now_s)
+                is_news |= self._look_at(endpoint, watched, now_s)
                 watched.due_s = self._next_look_s(watched, now_s)
             # A link in use reconnects by itself; an idle one would stay down until it is needed.
             self._reconnect(endpoint, watched, now_s, is_idle=endpoint in activity and not is_used)
@@ -196,26 +190,14 @@ class LinkWatch:
                 logger.exception("a look at the links failed")
             await asyncio.sleep(aligned_delay_s(self._settings.interval_s, time.monotonic()))
 
-    def _look_at(
-        self,
-        endpoint: Endpoint,
-        watched: _Watched,
-        interfaces: dict[str, InterfaceSample | None],
-        now_s: float,
-    ) -> bool:
-        """Sample one link. Returns whether its condition has changed. `interfaces` holds those
-        already read in this round.
-        """
+    def _look_at(self, endpoint: Endpoint, watched: _Watched, now_s: float) -> bool:
+        """Sample one link. Returns whether its condition has changed."""
         state, before = self._source.link_state(endpoint), watched.state
         if before is not None and (state is None or state.acked_bytes < before.acked_bytes):
             # The sender closed the link and opened a new one, whose counter began at 0.
             watched.earlier_acked_bytes += before.acked_bytes
         watched.state = state
-        if state is not None:
-            hosts = (item.local_host for item in state.connections if item.local_host)
-            watched.local_host = next(hosts, watched.local_host)
-        interface = self._interface(watched.local_host, interfaces)
-        sample = link_sample(str(endpoint), state, watched.earlier_acked_bytes, interface)
+        sample = link_sample(str(endpoint), state, watched.earlier_acked_bytes)
         change = watched.monitor.observe(sample, now_s)
         if change is None:
             return False
@@ -259,18 +241,6 @@ class LinkWatch:
                 is_due |= watched.probe_bytes > 0
         return is_due
 
-    def _interface(
-        self, local_host: str, read: dict[str, InterfaceSample | None]
-    ) -> InterfaceSample | None:
-        """The interface that has an address of this host."""
-        name = self._interfaces.get(local_host) or (local_host and interface_of(local_host))
-        if not name:
-            return None
-        self._interfaces[local_host] = name
-        if name not in read:
-            read[name] = read_interface(name)
-        return read[name]
-
     def _tell(self) -> None:
         self._seq += 1
         self._news.set()
@@ -297,18 +267,13 @@ class LinkWatch:
         )
 
 
-def link_sample(
-    link: str,
-    state: LinkState | None,
-    earlier_acked_bytes: int = 0,
-    interface: InterfaceSample | None = None,
-) -> LinkSample:
+def link_sample(link: str, state: LinkState | None, earlier_acked_bytes: int = 0) -> LinkSample:
     """The sample of a link, from the sender's `state`; None: the sender has no link now, so it is
     idle.
 
     `earlier_acked_bytes`: acknowledged on earlier links to the same endpoint.
     """
-    idle = LinkSample(link=link, acked_bytes=earlier_acked_bytes, interface=interface)
+    idle = LinkSample(link=link, acked_bytes=earlier_acked_bytes)
     if state is None:
         return idle
     standing = {item.number: item.info for item in state.connections if item.is_open}

@@ -27,7 +27,7 @@ from kvmanager.transfers.records import BadRequest, NoArenaRoom
 from netmon.detector import DetectorConfig
 from netmon.estimate import LinkCondition, PathReport
 from netmon.monitor import MonitorConfig
-from netmon.samples import InterfaceSample, ProbeResult
+from netmon.samples import ProbeResult
 from netmon.tcp_info import TcpInfo
 from transport import Endpoint, LinkState, TransferProgress, TransferState
 from transport.sending.link_state import Backlog, ConnectionState
@@ -125,18 +125,12 @@ class Rig:
 def test_a_sample_is_what_the_sender_knows() -> None:
     sender = FakeSender()
     sender.acked_bytes, sender.queued_bytes = 70, 500
-    nic = InterfaceSample(
-        name="eth0",
-        sent_bytes=1,
-        bytes_per_s=None,
-        is_up=True,
-    )
-    sample = link_sample("far:7100", sender.link_state(FAR), 30, nic)
+    sample = link_sample("far:7100", sender.link_state(FAR), 30)
     # The one that has ended counts no more.
     assert list(sample.connections) == [1]
     assert sample.connections[1].unacked_segments == 20
     assert (sample.backlog_bytes, sample.acked_bytes) == (600, 100)
-    assert (sample.is_up, sample.interface) == (True, nic)
+    assert sample.is_up
 
 
 def test_a_link_is_up_while_nothing_has_failed() -> None:
