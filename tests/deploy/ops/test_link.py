@@ -17,7 +17,7 @@ from deploy.gateway.links.region_links import LinksOverview
 from deploy.ops.link import overview, sparkline
 from deploy.region import client
 from netmon.estimate import LinkCondition, LinkEstimate, PathReport
-from netmon.region_link import LinkNow, LinkPath, LinkStep
+from netmon.region_link import LinkNow, LinkPath
 
 run = CliRunner().invoke
 MBIT = 125_000.0
@@ -42,7 +42,7 @@ BUSY = LinkNow(
     num_transfers=3,
     num_paths=1,
     age_s=0.1,
-    steps=[LinkStep(1.0, 48 * MBIT, 50 * MBIT, LinkCondition.CONGESTED)],
+    lately_bytes_per_s=[48 * MBIT],
 )
 PATH = LinkPath(
     "far/a1",
@@ -83,13 +83,16 @@ def test_a_link_is_a_line_and_its_trouble_another() -> None:
 
 
 def test_bars_are_shares_of_the_most() -> None:
-    def steps(*rates: float) -> list[LinkStep]:
-        return [LinkStep(0.0, rate, 8.0, LinkCondition.CLEAR) for rate in rates]
+    def bars(*rates: float, available: float | None = 8.0) -> str:
+        link = LinkNow(
+            source="a", target="b", available_bytes_per_s=available, lately_bytes_per_s=[*rates]
+        )
+        return sparkline(link)
 
-    assert sparkline(steps(0.0, 1.0, 4.0, 8.0)) == "·▂▅█"
-    assert sparkline([]) == ""
-    assert sparkline([LinkStep(0.0, 0.0, None, LinkCondition.CLEAR)]) == "·"
-    assert len(sparkline(steps(*range(100)))) == 16
+    assert bars(0.0, 1.0, 4.0, 8.0) == "·▂▅█"
+    assert bars() == ""
+    assert bars(0.0, available=None) == "·"
+    assert len(bars(*range(100))) == 16
 
 
 def sleeps(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
