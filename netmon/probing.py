@@ -5,7 +5,7 @@ measurement has grown old, or when the link was slow and may have recovered. Pro
 budget of their own, so they never cost more than what fills it, plus what it holds at the start.
 
 A probe lasts as long as connections need to find their speed at the known rate. When the link turns
-out to be faster, the next probe is bigger. `LinkEstimator.observe_probe` takes the result.
+out to be faster, the next probe is bigger. `LinkMonitor.observe_probe` takes the result.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import math
 from typing import Final
 
 from netmon.estimate import LinkCondition, LinkEstimate
-from netmon.estimator import RAMP_ROUND_TRIPS
 
 SHARE: Final = 0.001
 """Share of the link's rate that fills the budget. Chosen: nobody notices it beside KVCache."""
@@ -31,6 +30,10 @@ FIRST_PROBE_BYTES: Final = 256 * 1024
 """The size for a link that was never measured. Chosen: 0.2 s at 10 Mbit/s."""
 MOST_PROBE_BYTES: Final = 4 * 1024 * 1024
 """Chosen: 34 ms of a link of 1 Gbit/s, for which a first token may have to wait."""
+RAMP_ROUND_TRIPS: Final = 8.0
+"""Round trips with a backlog after which connections have found their speed. Slow start doubles its
+10 segments (RFC 6928) in each: after 8 a connection has 3.7 MB under way.
+"""
 DURATION_S: Final = 0.1
 """Least time that a probe should last at the known rate. Chosen: twice `samples.LEAST_BUSY_S`."""
 IDLE_S: Final = 2.0
