@@ -49,7 +49,9 @@ class Landings:
 
         # Engines of several models may share the node, each with a layout of its own.
         wanted = structs.replace(wanted, layout_fingerprint=instance.layout_fingerprint)
-        reply = await self._cleanups.acquire(instance.agent.reserve(wanted, RPC_TIMEOUT_S), undo)
+        asking = instance.agent.reserve(wanted, RPC_TIMEOUT_S)
+        with self.slots.asked(instance.name):
+            reply = await self._cleanups.acquire(asking, undo)
         # At once: the next request may be routed before this agent is probed again.
         self._instances.landing_room_said(instance.name, reply.landing_room_bytes)
         landing = reserved_landing(reply, wanted.num_tokens, wanted.token_digest, adapter)

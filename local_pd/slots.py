@@ -7,6 +7,8 @@ the engine. Pure; time is an argument. It does not know landings or engines.
 """
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,10 +28,22 @@ class HeldSlots:
     def __init__(self) -> None:
         self._slots: dict[str, _Slot] = {}
         self._num_awaited: Counter[str] = Counter()
+        self._num_asked: Counter[str] = Counter()
         self._purged_s = 0.0
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    @contextmanager
+    def asked(self, instance: str) -> Iterator[None]:
+        """Count a request for the instance while its landing is asked for: without it, requests of
+        one moment would all be placed on the instance that was least loaded before them.
+        """
+        self._num_asked[instance] += 1
+        try:
+            yield
+        finally:
+            self._num_asked[instance] -= 1
 
     def hold(self, transfer_id: str, instance: str, lease_s: float, now_s: float) -> None:
         """Note a new slot."""
@@ -72,11 +86,13 @@ class HeldSlots:
         return sum(slot.instance == instance for slot in self._slots.values())
 
     def num_awaited(self, instance: str, now_s: float) -> int:
-        """Requests that will come to an instance once their landings have ended."""
+        """Requests that will come to an instance once their landings have ended, those included
+        whose landings are asked for.
+        """
         # Called for all instances at every placement, so a slot whose lease is over may count for
         # up to a second more.
         self._purge_now_and_then(now_s)
-        return self._num_awaited[instance]
+        return self._num_awaited[instance] + self._num_asked[instance]
 
     def _not_awaited(self, slot: _Slot) -> bool:
         was_awaited, slot.is_awaited = slot.is_awaited, False

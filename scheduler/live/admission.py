@@ -31,6 +31,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Final
 
 import msgspec
 
@@ -62,12 +63,16 @@ class AdmissionReason(StrEnum):
     TENANT_RATE = "tenant_rate"
 
 
+MAX_MEMORY_SHARE: Final = 0.97
+"""The rest of the decode memory is for errors of prediction: who finds none there is preempted."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionConfig:
     """The highest load that admission allows.
 
-    A share of the decode slots is rounded up to whole slots. A share a little below 1 leaves room
-    for errors of prediction. Above 1 requests wait: 1.1 lets a tenth of all slots wait.
+    A share of the decode slots is rounded up to whole slots, one above 1 down. Above 1 requests
+    wait, so that a slot that falls free is taken at once: 1.05 lets one wait for each 20 slots.
     """
 
     policy: AdmissionPolicy = AdmissionPolicy.PREDICTED
@@ -79,8 +84,9 @@ class AdmissionConfig:
     """The share of `ttft_slo_s` within which the first token must be predicted. The rest is for
     shorter prompts that come later and overtake.
     """
-    max_decode_load: float = 0.97
-    """The share of the decode slots and of their memory that may be taken. Above 1 requests wait.
+    max_decode_load: float = 1.05
+    """The share of the decode slots that may be taken, and of their memory, of which it is at most
+    0.97. Above 1 requests wait.
     """
     min_retry_s: float = 1.0
     """The least Retry-After of a refusal, seconds."""
@@ -247,7 +253,8 @@ def _decode_verdict(
     kv_bytes: float, decode: DecodeView, config: AdmissionConfig, at_s: float
 ) -> Verdict:
     load = decode_load_at(decode, at_s)
-    limit = math.ceil(config.max_decode_load * decode.slots_total)
+    wanted = config.max_decode_load * decode.slots_total
+    limit = math.ceil(wanted) if config.max_decode_load <= 1 else math.floor(wanted)
     numbers: dict[str, int | float] = {
         "at_s": at_s,
         "decode_load": (load.occupied + 1) / decode.slots_total,
@@ -261,7 +268,8 @@ def _decode_verdict(
         return _refused(AdmissionReason.DECODE_LOAD, retry_s, config, numbers)
     if decode.kv_total_bytes is not None and load.kv_bytes > 0:
         numbers |= {"kv_bytes": load.kv_bytes + kv_bytes, "kv_total_bytes": decode.kv_total_bytes}
-        too_much = load.kv_bytes + kv_bytes - decode.kv_total_bytes * config.max_decode_load
+        share = min(config.max_decode_load, MAX_MEMORY_SHARE)
+        too_much = load.kv_bytes + kv_bytes - decode.kv_total_bytes * share
         if too_much > 0:
             # `occupied` counts all holders of memory, so it is not 0 here. When all of them have
             # ended nothing more comes free.

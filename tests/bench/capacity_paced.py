@@ -110,14 +110,15 @@ async def backlog(
     is refused asks again when it may.
     """
     numbers = itertools.count()
-    ends: list[float] = []
+    ends: list[tuple[float, int]] = []
     refused = 0
     begun_s = time.monotonic()
 
     async def client(session: aiohttp.ClientSession) -> None:
         nonlocal refused
         for number in numbers:
-            prompt = text(lengths[number % len(lengths)], number)
+            length = lengths[number % len(lengths)]
+            prompt = text(length, number)
             body = {"model": model, "prompt": prompt, "ignore_eos": True}
             body["max_tokens"] = arguments.output
             while True:
@@ -129,7 +130,7 @@ async def backlog(
                 await asyncio.sleep(float(response.headers.get("Retry-After", 1)))
             if response.status != 200:
                 raise RuntimeError(f"HTTP {response.status}: {answer[-200:]!r}")
-            ends.append(time.monotonic() - begun_s)
+            ends.append((time.monotonic() - begun_s, length))
 
     warm_s, seconds = arguments.warm, arguments.seconds
     timeout = aiohttp.ClientTimeout(total=None)
@@ -138,24 +139,32 @@ async def backlog(
         await asyncio.sleep(warm_s + seconds)
         for task in tasks:
             task.cancel()
-    completed = sum(warm_s <= end < warm_s + seconds for end in ends)
+    completed = [length for end, length in ends if warm_s <= end < warm_s + seconds]
     return {
-        "completed": completed,
-        "measured_rps": round(completed / seconds, 3),
+        "completed": len(completed),
+        "measured_rps": round(len(completed) / seconds, 3),
         "refused": refused,
+        "lengths": completed,
     }
 
 
 async def measure(
     arguments: argparse.Namespace, model: TinyModel, path: Path, folder: Path
 ) -> dict[str, Any]:
-    """Plan and fill the region of each shape in turn."""
+    """Plan and fill the region of each shape in turn. What it completes is compared with the plan
+    for just these prompts: short ones overtake, so a window has more or fewer of them than come.
+    """
     lengths = sample(arguments)
     rows, verdicts = [], {}
-    for number, shape in enumerate(SHAPES):
+
+    def solved(shape: Shape, prompts: Sequence[int]) -> dict[str, Any]:
         file = folder / "plan.yaml"
-        file.write_text(yaml.safe_dump(plan_of(shape, lengths, arguments.output)))
-        plan = prfaas("plan", "solve", str(file))
+        file.write_text(yaml.safe_dump(plan_of(shape, prompts, arguments.output)))
+        plan: dict[str, Any] = prfaas("plan", "solve", str(file))
+        return plan
+
+    for number, shape in enumerate(SHAPES):
+        plan = solved(shape, lengths)
         (split,) = plan["splits"]
         if split["num_prefill"] != shape.num_pd_instances - 1:
             raise RuntimeError(
@@ -168,6 +177,7 @@ async def measure(
             found = await backlog(region.gateway_url, model.name, lengths, arguments)
             verdicts[shape.name] = watch.verdict(region.directory.logs)
         by = "the profiles that pace the engines"
+        plan = solved(shape, found.pop("lengths"))
         row = capacity_row(shape.name, by, plan, found["measured_rps"], GOAL)
         rows.append(row | found)
         print(rows[-1], file=sys.stderr, flush=True)

@@ -24,7 +24,8 @@ the TTFT less one round trip over that own TTFT, the median of the pairs. Goal a
 at most {goal:g}.{cores}"""
 _CORES: Final = """\
  The prefill engine's worker has a core to itself; the decode engine, gateway,
-front, agents, link and client share the other."""
+front, agents, link and client share the other. Engines are not paced: what a
+hand-off adds here is CPU time of these processes."""
 
 
 def section(raws: Sequence[Raw]) -> Section:

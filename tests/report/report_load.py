@@ -34,6 +34,11 @@ _INTRODUCTION: Final = """\
 Real engines on the same cores, driven by `vllm bench serve` at fixed mean rates of requests
 (`{settings}`). *Capacity* is what a system completes with {many} requests at a time."""
 
+_UNPACED: Final = """ These
+engines are not paced: all of a system shares the threads of one core, so this compares what systems
+cost in CPU. *The case study, rehearsed* shows what a prefill cluster gains when engines take the
+time of GPUs."""
+
 
 def section(raws: Sequence[Raw]) -> Section:
     """Of all runs together; where two measured a system at one rate, of the last."""
@@ -45,13 +50,14 @@ def section(raws: Sequence[Raw]) -> Section:
         2,
     )
     picture = f"![{figure.alt}](results/curves/{figure.name}.svg)"
-    parts = [_introduction(raws), _capacity(raws), picture, _table(rows)]
+    verdicts = {name: one for raw in raws for name, one in raw.results.get("pace", {}).items()}
+    introduction = _introduction(raws) + ("" if verdicts else _UNPACED)
+    parts = [introduction, _capacity(raws), picture, _table(rows)]
     # Without the peer or the rate of a goal there is none to judge.
     if any(raw.results["goals"] for raw in raws):
         parts.append(_goals(raws))
     missing = {name: why for raw in raws for name, why in raw.results.get("missing", {}).items()}
     lines = [f"Not measured: {name} ({why})." for name, why in missing.items()]
-    verdicts = {name: one for raw in raws for name, one in raw.results.get("pace", {}).items()}
     parts += paced({SYSTEMS[name][0]: one for name, one in verdicts.items()})
     return Section("load", "\n\n".join([*parts, *lines]), (figure,))
 

@@ -117,6 +117,9 @@ class PassTimes(msgspec.Struct, frozen=True, kw_only=True):
         if batch:
             sizes, steps = zip(*self.steps, strict=True)
             seconds += float(np.interp(batch, sizes, steps)) * self.output_tokens_per_token
+        elif seconds and self.steps:
+            # The end of a prompt reads all weights as well, however short it is.
+            seconds = max(seconds, self.steps[0][1])
         return seconds * self.slowdown
 
     def _chunk_s(self, done: int, num: int, begins: bool) -> float:

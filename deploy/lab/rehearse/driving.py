@@ -196,6 +196,9 @@ async def drive_closed(
             served.num_refusals = num_refusals
             _count(client.counts, served)
             found.append(served)
+            if served.fate == "refused":
+                # What it waits for comes after the end.
+                return
 
     client.begin()
     async with asyncio.TaskGroup() as group:

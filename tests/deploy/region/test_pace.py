@@ -65,6 +65,8 @@ def test_engines_take_the_time_of_their_profiles(tmp_path: Path) -> None:
     assert slow.pass_s([(0, 500, True)], 20) - slow.pass_s([(0, 500, True)], 0) == pytest.approx(
         2 * 16 * 0.025
     )
+    # The last few tokens of a prompt take a pass as long as a decode step.
+    assert slow.pass_s([(500, 1, False)], 0) == pytest.approx(2 * 0.025)
     assert slow.pass_s([], 0) == 0
 
 

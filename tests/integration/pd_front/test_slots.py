@@ -40,8 +40,12 @@ async def test_a_slot_is_for_the_adapter_that_was_asked_for(rig: PdRig) -> None:
     assert slot.landing.adapter == "files:1"
 
 
-async def test_slots_go_to_the_least_loaded_decoder(rig: PdRig) -> None:
-    slots = [await rig.reserve() for _ in range(4)]
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_slots_go_to_the_least_loaded_decoder(rig: PdRig, at_once: bool) -> None:
+    if at_once:
+        slots = await asyncio.gather(*(rig.reserve() for _ in range(4)))
+    else:
+        slots = [await rig.reserve() for _ in range(4)]
     assert sorted(slot.instance for slot in slots) == ["d0", "d0", "d1", "d1"]
     rig.engines["d0"].waiting = 3
     await eventually(lambda: rig.embedded._instances.by_name["d0"].load.num_requests == 3)

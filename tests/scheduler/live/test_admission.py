@@ -61,13 +61,14 @@ def test_while_nobody_knows_how_long_a_decode_takes_none_counts_as_ended() -> No
 
 
 def test_a_full_pool_admits_nothing_more_before_the_first_answer_has_ended() -> None:
-    pool = DecodeView(slots_total=32, slots_used=30)
+    # One of 32 may wait for a slot: a load above 1 is rounded down.
+    pool = DecodeView(slots_total=32, slots_used=31)
     late = AdmissionRequest(Prediction(prefill_s=30.0))
     assert verdict(pool, request=late).admitted
     assert verdict(replace(pool, landing_s=(5.0,)), request=late).admitted
     assert not verdict(replace(pool, landing_s=(5.0, 6.0)), request=late).admitted
-    found = verdict(replace(pool, slots_used=32), request=late)
-    assert (found.reason, found.numbers["occupied"]) == (AdmissionReason.DECODE_LOAD, 32)
+    found = verdict(replace(pool, num_waiting=1, slots_used=32), request=late)
+    assert (found.reason, found.numbers["occupied"]) == (AdmissionReason.DECODE_LOAD, 33)
     assert found.retry_after_s == 1
 
 
@@ -177,7 +178,7 @@ def test_what_holds_unless_somebody_says_otherwise() -> None:
         policy=AdmissionPolicy.PREDICTED,
         ttft_slo_s=None,
         max_prefill_load=0.75,
-        max_decode_load=0.97,
+        max_decode_load=1.05,
         min_retry_s=1.0,
         max_retry_s=60.0,
     )
@@ -218,7 +219,7 @@ def test_the_load_is_for_the_slots_that_exist() -> None:
             "occupied": used,
             "slots": 4,
         }
-    # Of two slots 0.97 are two: a share is rounded up.
+    # Of two slots 1.05 are two.
     assert verdict(DecodeView(slots_total=2, slots_used=1), PRESENT).admitted
     assert verdict(replace(view, slots_used=6, slots_total=8), half).retry_after_s == 3
 
