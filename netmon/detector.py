@@ -2,12 +2,12 @@
 
 Each sign compares a number of `LinkEstimate` with two bounds of the configuration:
 
-- `rate`: the measured rate has fallen below what the link carried in the last minutes.
-- `queue`: the bytes that wait at the sender take longer and longer to send, over several samples.
-- `delay`: the round trip is longer than the least one, so a queue stands in the network.
-- `loss`: the retransmitted share. Loss alone is no congestion, because BBR carries the full rate of
+- rate: the measured rate has fallen below what the link carried in the last minutes.
+- queue: the bytes that wait at the sender take longer and longer to send, over several samples.
+- delay: the round trip is longer than the least one, so a queue stands in the network.
+- loss: the retransmitted share. Loss alone is no congestion, because BBR carries the full rate of
   a link with a shallow queue and loses a few percent.
-- `stall`: bytes wait and nothing is acknowledged.
+- stall: bytes wait and nothing is acknowledged.
 
 One sign at its upper bound, or two at their lower bounds, mean congested; one at its lower bound
 means rising. A link without connections, or stalled for long, is down.
@@ -27,10 +27,12 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 from netmon.estimate import LinkCondition, LinkEstimate
 
+SILENT_S: Final = 3.0
+"""Chosen: three intervals between samples of an idle link."""
 _CONDITIONS: Final = tuple(LinkCondition)
 
 
@@ -40,33 +42,45 @@ class DetectorConfig:
     a bound of infinity is never reached. The defaults suit samples every 0.1 to 1 s.
     """
 
+    # Chosen: a third and two thirds; a neighbour that takes half of the link makes it rising.
     rate_drop: tuple[float, float] = (0.35, 0.65)
     """Lost share of the reference rate."""
+    # Chosen: the first is above what one sample of a busy link finds waiting, the second is what
+    # a first token may be late.
     backlog_s: tuple[float, float] = (0.25, 2.0)
     """Time to send the backlog, while it grows."""
+    # BBR keeps two bandwidth-delay products under way (cwnd_gain), which is a ratio of 1. A ratio
+    # alone is no congestion, since a deep buffer that stands full still carries the whole rate.
     delay_ratio: tuple[float, float] = (2.0, math.inf)
     """Queueing delay / least round-trip time (`least_rtt_s` where that is shorter)."""
+    # The loss above which BBR sends no faster (BBRLossThresh of draft-ietf-ccwg-bbr).
     loss: tuple[float, float] = (0.02, math.inf)
+    # One and two retransmissions in vain: Linux sends again after 0.2 s (TCP_RTO_MIN) and 0.6 s.
     stalled_s: tuple[float, float] = (0.5, 1.0)
     """Seconds without an acknowledgement; on a long path at least 4 and 8 round trips."""
+    # Four retransmissions in vain, after 0.2, 0.6, 1.4 and 3.0 s.
     down_after_s: float = 3.0
     """A link that is stalled for this long is down, although its connections stand."""
+    # Chosen: on a short path the scheduling of the two hosts alone can double a round trip.
     least_rtt_s: float = 0.005
+    # Chosen: as long as the kernel remembers the least round trip (tcp_min_rtt_wlen).
     reference_s: float = 300.0
     """Time constant with which the reference rate sinks to the present one, so that a link that
     stays slow counts as a slow link in the end.
     """
+    # Chosen: some pauses between transfers are not to hide that the link is slow.
     evidence_s: float = 5.0
     """A rate that was last measured with a backlog more than this long ago is no sign."""
-    silent_s: float = 3.0
-    """Estimates that rest on older samples are not judged."""
+    # Chosen: with samples every 0.2 s, more than half a second of arrivals above the rate.
     num_growing: int = 3
     """A backlog grows when its time rose in this many samples in a row, and by the share
     `backlog_growth` in all.
     """
     backlog_growth: float = 0.05
+    # Two are the fewest by which a single odd sample changes nothing.
     num_confirming: int = 2
     """Samples in a row that must agree before the condition gets worse."""
+    # Chosen: two steps down take longer than a prefill, so that routing is not led back and forth.
     dwell_s: float = 5.0
     calm_s: float = 3.0
     calm_margin: float = 0.8
@@ -82,11 +96,9 @@ class DetectorConfig:
             raise ValueError(f"calm_margin must be at most 1: {self.calm_margin}")
 
 
-@dataclass(frozen=True, slots=True)
-class Sign:
+class Sign(NamedTuple):
     """A number that is the stronger a sign of congestion the greater it is."""
 
-    name: str
     value: float
     bounds: tuple[float, float]
     text: str
@@ -98,147 +110,118 @@ class Sign:
         return LinkCondition.RISING if self.value >= low * margin else LinkCondition.CLEAR
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A change of the condition, with its reason in words and numbers."""
-
-    before: LinkCondition
-    after: LinkCondition
-    at_s: float
-    reason: str
-
-
 class CongestionDetector:
     """Judges one link. Feed it every new estimate, in order of time."""
 
-    def __init__(self, config: DetectorConfig | None = None) -> None:
-        self._config = config or DetectorConfig()
+    def __init__(self, config: DetectorConfig) -> None:
+        self._config = config
         self.condition = LinkCondition.CLEAR
         self.reason = "nothing was observed yet"
         """Why the link has its condition. The numbers are those of the last signs."""
         self.since_s: float | None = None
-        """When the condition last changed, or the first estimate was seen."""
+        """When the condition last changed, or the first estimate was observed."""
+        self.num_changes = dict.fromkeys(LinkCondition, 0)
+        """How often each condition began."""
         self.reference_bytes_per_s = 0.0
         """The highest rate that the link carried in the last minutes."""
-        self._referred_s: float  # from the first estimate on
-        self._backlogs_s: deque[float] = deque(maxlen=self._config.num_growing + 1)
-        self._levels: deque[LinkCondition] = deque(maxlen=self._config.num_confirming)
+        self._backlogs_s: deque[float] = deque(maxlen=config.num_growing + 1)
+        self._levels: deque[LinkCondition] = deque(maxlen=config.num_confirming)
         self._calm_since_s: float | None = None  # below the present condition, by the margin
-        self._seen_s: float  # from the first estimate on
+        self._observed_s = 0.0
 
-    def observe(self, estimate: LinkEstimate, now_s: float) -> Change | None:
-        """Judge a new estimate. Returns the change of condition, or None."""
+    def observe(self, estimate: LinkEstimate, now_s: float) -> None:
+        """Judge a new estimate."""
         if self.since_s is None:
-            self.since_s, self._seen_s, self._referred_s = now_s, now_s, now_s
+            self.since_s = self._observed_s = now_s
             self.reason = "no sign of congestion yet"
-        if now_s - self._seen_s > self._config.silent_s:
+        passed_s, self._observed_s = now_s - self._observed_s, now_s
+        if passed_s > SILENT_S:
             self._calm_since_s = None  # nobody knows whether it was calm
-        self._seen_s = now_s
-        # Old numbers are no sign of congestion, and no sign of calm either.
-        if _is_silent(estimate, self._config.silent_s):
-            self._calm_since_s = None
-            return None
         self._backlogs_s.append(estimate.backlog_s)
-        self._refer(estimate, now_s)
-        # No second sample has to confirm this: connections either stand or do not.
-        if (why := self._why_down(estimate)) is not None:
-            return self._become(LinkCondition.DOWN, why, now_s)
-        return self._weigh(list(self._signs(estimate)), now_s)
+        age_s = estimate.full_age_s
+        is_evidence = estimate.is_up and age_s is not None and age_s <= self._config.evidence_s
+        self._refer(estimate, passed_s, is_evidence=is_evidence)
+        # No second sample has to confirm that a link is down: connections stand or do not.
+        if not estimate.is_up:
+            self._become(LinkCondition.DOWN, "no connection stands", now_s)
+        elif estimate.stalled_s >= self._config.down_after_s:
+            waits = f"{estimate.backlog_bytes} bytes wait"
+            why = f"{waits}, none acknowledged for {estimate.stalled_s:.1f} s"
+            self._become(LinkCondition.DOWN, why, now_s)
+        else:
+            self._weigh(list(self._signs(estimate, is_evidence=is_evidence)), now_s)
 
-    def _weigh(self, signs: list[Sign], now_s: float) -> Change | None:
-        self._levels.append(_judge(signs))
-        self._note_calm(signs, now_s)
-        is_sure = len(self._levels) == self._config.num_confirming
-        # Worse must show in several samples in a row: one burst of losses is no congestion.
-        least = min(self._levels, key=_severity) if is_sure else LinkCondition.CLEAR
-        if _judge(signs) is self.condition is not LinkCondition.CLEAR:
-            self.reason = _why(signs, 1.0)  # the present numbers
-        if least.severity > self.condition.severity:
-            return self._become(least, _why(signs, 1.0), now_s)
-        return self._ease(signs, now_s)
-
-    def _ease(self, signs: list[Sign], now_s: float) -> Change | None:
-        """One step down, if it is time for that."""
-        config, calm_s = self._config, self._calm_since_s
-        if calm_s is None or self.since_s is None:
-            return None
-        # Both must have passed, so that a link on the edge does not flap.
-        if now_s - self.since_s < config.dwell_s or now_s - calm_s < config.calm_s:
-            return None
-        # One step at a time: from congested to clear a link has to be calm twice.
-        below = _CONDITIONS[self.condition.severity - 1]
-        why = f"calm for {now_s - calm_s:.1f} s"
-        left = _why(signs, config.calm_margin)
-        return self._become(below, f"{why}; {left}" if left else why, now_s)
-
-    def _note_calm(self, signs: list[Sign], now_s: float) -> None:
-        calmest = _judge(signs, self._config.calm_margin)
-        if calmest.severity >= self.condition.severity:
+    def _weigh(self, signs: list[Sign], now_s: float) -> None:
+        level = _judge(signs)
+        self._levels.append(level)
+        if _judge(signs, self._config.calm_margin).severity >= self.condition.severity:
             self._calm_since_s = None
         elif self._calm_since_s is None:
             self._calm_since_s = now_s
+        if level is self.condition is not LinkCondition.CLEAR:
+            self.reason = _why(signs)  # the present numbers
+        # Worse must show in several samples in a row: one burst of losses is no congestion.
+        least = min(self._levels, key=lambda each: each.severity)
+        is_sure = len(self._levels) == self._config.num_confirming
+        if is_sure and least.severity > self.condition.severity:
+            self._become(least, _why(signs), now_s)
+        elif self._calm_since_s is not None:
+            self._ease(signs, now_s - self._calm_since_s, now_s)
 
-    def _become(self, condition: LinkCondition, reason: str, now_s: float) -> Change | None:
+    def _ease(self, signs: list[Sign], calm_s: float, now_s: float) -> None:
+        """One step down, if it is time for that."""
+        config, since_s = self._config, self.since_s
+        # Both must have passed, so that a link on the edge does not flap.
+        if since_s is None or now_s - since_s < config.dwell_s or calm_s < config.calm_s:
+            return
+        # One step at a time: from congested to clear a link has to be calm twice.
+        below = _CONDITIONS[self.condition.severity - 1]
+        left = _why(signs, config.calm_margin)
+        self._become(below, f"calm for {calm_s:.1f} s" + (f"; {left}" if left else ""), now_s)
+
+    def _become(self, condition: LinkCondition, reason: str, now_s: float) -> None:
         self.reason = reason
         self._calm_since_s = None
-        if condition is self.condition:
-            return None
-        change = Change(self.condition, condition, now_s, reason)
-        self.condition, self.since_s = condition, now_s
-        return change
+        if condition is not self.condition:
+            self.condition, self.since_s = condition, now_s
+            self.num_changes[condition] += 1
 
-    def _why_down(self, estimate: LinkEstimate) -> str | None:
-        if not estimate.is_up:
-            return "no connection stands"
-        if estimate.stalled_s >= self._config.down_after_s:
-            waits = f"{estimate.backlog_bytes} bytes wait"
-            return f"{waits}, none acknowledged for {estimate.stalled_s:.1f} s"
-        return None
-
-    def _refer(self, estimate: LinkEstimate, now_s: float) -> None:
-        rate, passed_s = estimate.available_bytes_per_s, now_s - self._referred_s
+    def _refer(self, estimate: LinkEstimate, passed_s: float, *, is_evidence: bool) -> None:
+        rate = estimate.available_bytes_per_s
         # A floor may come from a burst. Only a rate that lasted is a reference.
         if estimate.is_floor:
             rate = min(rate, estimate.achieved_bytes_per_s)
-        self._referred_s = now_s
         if rate >= self.reference_bytes_per_s:
             self.reference_bytes_per_s = rate
         # Only a full link shows that it became slower: an idle link carries what it is asked to.
-        elif self._is_evidence(estimate):
+        elif is_evidence:
             share = math.exp(-passed_s / self._config.reference_s)
             self.reference_bytes_per_s = rate + share * (self.reference_bytes_per_s - rate)
 
-    def _is_evidence(self, estimate: LinkEstimate) -> bool:
-        age_s = estimate.full_age_s
-        return estimate.is_up and age_s is not None and age_s <= self._config.evidence_s
-
-    def _signs(self, estimate: LinkEstimate) -> Iterator[Sign]:
-        config = self._config
-        reference = self.reference_bytes_per_s
-        if reference and self._is_evidence(estimate):
+    def _signs(self, estimate: LinkEstimate, *, is_evidence: bool) -> Iterator[Sign]:
+        config, reference = self._config, self.reference_bytes_per_s
+        if reference and is_evidence:
             rate = estimate.available_bytes_per_s
             text = f"carries {_mbit(rate)} of {_mbit(reference)} Mbit/s"
-            yield Sign("rate", 1 - rate / reference, config.rate_drop, text)
+            yield Sign(1 - rate / reference, config.rate_drop, text)
         if self._is_growing():
             text = f"backlog of {estimate.backlog_s:.2f} s grows"
-            yield Sign("queue", estimate.backlog_s, config.backlog_s, text)
-        # On a short path the scheduling of the two hosts alone can double a round trip.
+            yield Sign(estimate.backlog_s, config.backlog_s, text)
         base_s = max(config.least_rtt_s, estimate.base_rtt_s)
         text = f"{estimate.queueing_delay_s * 1e3:.0f} ms queueing over {base_s * 1e3:.0f} ms"
-        yield Sign("delay", estimate.queueing_delay_s / base_s, config.delay_ratio, text)
-        yield Sign("loss", estimate.loss, config.loss, f"{estimate.loss:.1%} retransmitted")
+        yield Sign(estimate.queueing_delay_s / base_s, config.delay_ratio, text)
+        yield Sign(estimate.loss, config.loss, f"{estimate.loss:.1%} retransmitted")
         low, high = config.stalled_s
         # Acknowledgements come a round trip later at best, however long that is.
         bounds = (max(low, 4 * estimate.base_rtt_s), max(high, 8 * estimate.base_rtt_s))
         text = f"nothing acknowledged for {estimate.stalled_s:.1f} s"
-        yield Sign("stall", estimate.stalled_s, bounds, text)
+        yield Sign(estimate.stalled_s, bounds, text)
 
     def _is_growing(self) -> bool:
-        backlogs = self._backlogs_s
-        if len(backlogs) <= self._config.num_growing:
-            return False
+        backlogs, config = self._backlogs_s, self._config
+        is_long = backlogs[-1] >= (1 + config.backlog_growth) * backlogs[0]
         rises = all(before < after for before, after in pairwise(backlogs))
-        return rises and backlogs[-1] >= (1 + self._config.backlog_growth) * backlogs[0]
+        return len(backlogs) > config.num_growing and rises and is_long
 
 
 def _judge(signs: list[Sign], margin: float = 1.0) -> LinkCondition:
@@ -249,16 +232,8 @@ def _judge(signs: list[Sign], margin: float = 1.0) -> LinkCondition:
     return LinkCondition.RISING if LinkCondition.RISING in levels else LinkCondition.CLEAR
 
 
-def _why(signs: list[Sign], margin: float) -> str:
+def _why(signs: list[Sign], margin: float = 1.0) -> str:
     return ", ".join(sign.text for sign in signs if sign.level(margin) is not LinkCondition.CLEAR)
-
-
-def _severity(condition: LinkCondition) -> int:
-    return condition.severity
-
-
-def _is_silent(estimate: LinkEstimate, silent_s: float) -> bool:
-    return estimate.sample_age_s is None or estimate.sample_age_s > silent_s
 
 
 def _mbit(bytes_per_s: float) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Final
 
@@ -10,6 +11,13 @@ import msgspec
 
 MAX_BACKLOG_S: Final = 3600.0
 """The longest wait that is reported. A link with a longer one does not move."""
+
+
+def backlog_s(backlog_bytes: int, bytes_per_s: float) -> float:
+    """The time to send what waits."""
+    if not backlog_bytes:
+        return 0.0
+    return min(MAX_BACKLOG_S, backlog_bytes / bytes_per_s) if bytes_per_s > 0 else MAX_BACKLOG_S
 
 
 class LinkCondition(StrEnum):
@@ -41,11 +49,10 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkEstimate:
-    """All numbers are finite and none but `trend` is negative. Rates count transfers' bytes, before
-    coding.
+    """All numbers are finite and none is negative. Rates count transfers' bytes, before coding.
 
     A link that was never measured has `available_bytes_per_s` 0 and `age_s` None: nothing is
-    assumed.
+    assumed. The last five are counters since the estimator began, which never fall.
     """
 
     available_bytes_per_s: float = 0.0
@@ -57,47 +64,30 @@ class LinkEstimate:
     age_s: float | None = None
     """Time since the available rate was last measured or confirmed; None before the first time."""
     full_age_s: float | None = None
-    """Time since the rate was last measured with a backlog all the time; None before the first
-    time. Only such a measurement shows that the link could not carry more.
+    """Time since it was last measured with a backlog all the time, or None. Only such a measurement
+    shows that the link could not carry more.
     """
     sample_age_s: float | None = None
     """Time since the last sample; None before the first. Estimates of a silent link say nothing."""
-    achieved_bytes_per_s: float = 0.0
-    """The rate that the link carried in about the last second."""
-    utilisation: float = 0.0
-    """Achieved / available, at most 1."""
+    achieved_bytes_per_s: float = 0.0  # in about the last second
+    utilisation: float = 0.0  # achieved / available, at most 1
     rtt_s: float = 0.0
-    base_rtt_s: float = 0.0
-    """Least round-trip time of the last minutes; 0 before the first sample."""
+    base_rtt_s: float = 0.0  # the least of the last minutes; 0 before the first sample
     queueing_delay_s: float = 0.0
     """The time that queues in the network add to the round trip; 0 without a recent round trip."""
     backlog_bytes: int = 0
-    backlog_s: float = 0.0
-    """Time to send the backlog; 0 while the rate is unknown, at most MAX_BACKLOG_S."""
+    backlog_s: float = 0.0  # the time to send them; 0 while the rate is unknown
     loss: float = 0.0
     """Retransmitted share of the bytes sent in the last second or so."""
-    trend: float = 0.0
-    """Change of the available rate over the trend window, relative to the greater of both ends:
-    -1 (stopped) to 1 (started).
-    """
     limited_by: Limit = Limit.IDLE
     is_up: bool = True
     stalled_s: float = 0.0
     """Time for which bytes have waited and none was acknowledged."""
-    interface_bytes_per_s: float | None = None
-    """The rate of the whole host on the link's interface; None where unknown."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinkTotals:
-    """Counters over all connections since the estimator began. They never fall."""
-
-    acked_bytes: int = 0
+    acked_bytes: int = 0  # before coding; the next two count bytes on the wire
     sent_bytes: int = 0
     retransmitted_bytes: int = 0
     num_samples: int = 0
-    num_ignored_samples: int = 0
-    """Samples that were older than the one before, or too close to it."""
+    num_ignored_samples: int = 0  # older than the one before, or too close to it
 
 
 class PathReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,9 +108,15 @@ class PathReport(msgspec.Struct, frozen=True, kw_only=True):
     condition_s: float
     reference_bytes_per_s: float
     estimate: LinkEstimate
-    totals: LinkTotals = LinkTotals()
     num_changes: dict[LinkCondition, int] = {}
     num_connections: int = 0
     num_transfers: int = 0
     oldest_queued_s: float | None = None
     probe_bytes: int = 0
+
+    def check(self) -> None:
+        """ValueError: a number of another process's report is none that routing can count with."""
+        numbers = msgspec.structs.asdict(self) | asdict(self.estimate)
+        for name, value in numbers.items():
+            if isinstance(value, int | float) and not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value!r}; it must be finite and not negative")

@@ -4,7 +4,9 @@ thread may read them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from enum import StrEnum
+from typing import Final, TypeAlias
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -12,79 +14,36 @@ from prometheus_client.registry import Collector
 
 from netmon.estimate import Limit, LinkCondition, PathReport
 
-_GAUGES: tuple[tuple[str, str, Callable[[PathReport], float | None]], ...] = (
-    (
-        "available_bytes_per_second",
-        "What transfers would get together, as last measured.",
-        lambda report: report.estimate.available_bytes_per_s,
-    ),
-    (
-        "reference_bytes_per_second",
-        "What the link carried in the last minutes when it carried most.",
-        lambda report: report.reference_bytes_per_s,
-    ),
-    (
-        "achieved_bytes_per_second",
-        "What transfers get now.",
-        lambda report: report.estimate.achieved_bytes_per_s,
-    ),
-    (
-        "interface_bytes_per_second",
-        "What everybody on this host sends through the link's interface.",
-        lambda report: report.estimate.interface_bytes_per_s,
-    ),
-    ("utilisation_ratio", "Achieved / available.", lambda report: report.estimate.utilisation),
-    ("rtt_seconds", "Smoothed round trip.", lambda report: report.estimate.rtt_s),
-    (
-        "base_rtt_seconds",
-        "Least round trip of the last minutes.",
-        lambda report: report.estimate.base_rtt_s,
-    ),
-    (
-        "queueing_delay_seconds",
-        "What queues in the network add to the round trip.",
-        lambda report: report.estimate.queueing_delay_s,
-    ),
-    ("backlog_bytes", "Waiting at the sender.", lambda report: report.estimate.backlog_bytes),
-    (
-        "backlog_seconds",
-        "Time to send what waits at the sender.",
-        lambda report: report.estimate.backlog_s,
-    ),
-    ("loss_ratio", "Retransmitted share.", lambda report: report.estimate.loss),
-    ("trend_ratio", "Change of the available rate.", lambda report: report.estimate.trend),
-    (
-        "stalled_seconds",
-        "Bytes wait and none was acknowledged for so long.",
-        lambda report: report.estimate.stalled_s,
-    ),
-    (
-        "rate_age_seconds",
-        "Since the available rate was measured.",
-        lambda report: report.estimate.age_s,
-    ),
-    ("sample_age_seconds", "Since the last look.", lambda report: report.estimate.sample_age_s),
-    ("condition_age_seconds", "Since the last change.", lambda report: report.condition_s),
-)
+_PREFIX: Final = "prfaas_link_"
+_Sample: TypeAlias = tuple[Sequence[str], float]
+"""Values of the labels, and the value."""
 
-_COUNTERS: tuple[tuple[str, str, Callable[[PathReport], int]], ...] = (
-    ("acked_bytes", "Acknowledged, before coding.", lambda report: report.totals.acked_bytes),
-    (
-        "sent_bytes",
-        "On the wire, retransmissions included.",
-        lambda report: report.totals.sent_bytes,
-    ),
-    (
-        "retransmitted_bytes",
-        "Sent again by the kernel.",
-        lambda report: report.totals.retransmitted_bytes,
-    ),
-    ("samples", "Looks at the link.", lambda report: report.totals.num_samples),
-    (
-        "ignored_samples",
-        "Looks out of order or too close together.",
-        lambda report: report.totals.num_ignored_samples,
-    ),
+# Metric, field of the report or of its estimate, help.
+_GAUGES: Final = (
+    ("available_bytes_per_second", "available_bytes_per_s",
+     "What transfers would get together, as last measured."),
+    ("reference_bytes_per_second", "reference_bytes_per_s",
+     "What the link carried in the last minutes when it carried most."),
+    ("achieved_bytes_per_second", "achieved_bytes_per_s", "What transfers get now."),
+    ("utilisation_ratio", "utilisation", "Achieved / available."),
+    ("rtt_seconds", "rtt_s", "Smoothed round trip."),
+    ("base_rtt_seconds", "base_rtt_s", "Least round trip of the last minutes."),
+    ("queueing_delay_seconds", "queueing_delay_s",
+     "What queues in the network add to the round trip."),
+    ("backlog_bytes", "backlog_bytes", "Waiting at the sender."),
+    ("backlog_seconds", "backlog_s", "Time to send what waits at the sender."),
+    ("loss_ratio", "loss", "Retransmitted share."),
+    ("stalled_seconds", "stalled_s", "Bytes wait and none was acknowledged for so long."),
+    ("rate_age_seconds", "age_s", "Since the available rate was measured."),
+    ("sample_age_seconds", "sample_age_s", "Since the last look."),
+    ("condition_age_seconds", "condition_s", "Since the last change."),
+)  # fmt: skip
+_COUNTERS: Final = (
+    ("acked_bytes", "acked_bytes", "Acknowledged, before coding."),
+    ("sent_bytes", "sent_bytes", "On the wire, retransmissions included."),
+    ("retransmitted_bytes", "retransmitted_bytes", "Sent again by the kernel."),
+    ("samples", "num_samples", "Looks at the link."),
+    ("ignored_samples", "num_ignored_samples", "Looks out of order or too close together."),
 )
 
 
@@ -102,61 +61,44 @@ class LinkMetrics(Collector):
         """
         self._reports = tuple(reports)
 
-    def describe(self) -> list[Metric]:
-        # An empty answer keeps a registry with `auto_describe` from collecting at registration.
-        return []
-
     def collect(self) -> Iterator[Metric]:
         reports = self._reports
-        for name, text, read in _GAUGES:
-            gauge = GaugeMetricFamily(f"prfaas_link_{name}", text, labels=["link"])
-            for report in reports:
-                value = read(report)
-                if value is not None:
-                    gauge.add_metric([report.endpoint], value)
-            yield gauge
-        for name, text, count in _COUNTERS:
-            counter = CounterMetricFamily(f"prfaas_link_{name}", text, labels=["link"])
-            for report in reports:
-                counter.add_metric([report.endpoint], count(report))
-            yield counter
-        yield _condition(reports)
-        yield _limit(reports)
-        yield _changes(reports)
+        for name, field, text in _GAUGES:
+            gauge = GaugeMetricFamily(_PREFIX + name, text, labels=["link"])
+            yield _filled(gauge, _numbers(reports, field))
+        for name, field, text in _COUNTERS:
+            counter = CounterMetricFamily(_PREFIX + name, text, labels=["link"])
+            yield _filled(counter, _numbers(reports, field))
+        text, labels = "1 for the condition that the link has.", ["link", "condition"]
+        gauge = GaugeMetricFamily(_PREFIX + "condition", text, labels=labels)
+        conditions = ((report.endpoint, report.condition) for report in reports)
+        yield _filled(gauge, _chosen(conditions, LinkCondition))
+        text = "1 for what keeps the link from more."
+        gauge = GaugeMetricFamily(_PREFIX + "limited_by", text, labels=["link", "limit"])
+        limits = ((report.endpoint, report.estimate.limited_by) for report in reports)
+        yield _filled(gauge, _chosen(limits, Limit))
+        text = "Times that a condition was entered."
+        counter = CounterMetricFamily(_PREFIX + "condition_changes", text, labels=labels)
+        changes = ((report.endpoint, report.num_changes.items()) for report in reports)
+        yield _filled(counter, (((at, key), num) for at, items in changes for key, num in items))
 
 
-def _condition(reports: Sequence[PathReport]) -> Metric:
-    gauge = GaugeMetricFamily(
-        "prfaas_link_condition",
-        "1 for the condition that the link has.",
-        labels=["link", "condition"],
-    )
+def _numbers(reports: Iterable[PathReport], field: str) -> Iterator[_Sample]:
     for report in reports:
-        for condition in LinkCondition:
-            gauge.add_metric(
-                [report.endpoint, condition.value], float(condition is report.condition)
-            )
-    return gauge
+        value = getattr(report if hasattr(report, field) else report.estimate, field)
+        if value is not None:
+            yield (report.endpoint,), value
 
 
-def _limit(reports: Sequence[PathReport]) -> Metric:
-    gauge = GaugeMetricFamily(
-        "prfaas_link_limited_by", "1 for what keeps the link from more.", labels=["link", "limit"]
-    )
-    for report in reports:
-        for limit in Limit:
-            is_it = limit is report.estimate.limited_by
-            gauge.add_metric([report.endpoint, limit.value], float(is_it))
-    return gauge
+def _chosen(links: Iterable[tuple[str, StrEnum]], options: type[StrEnum]) -> Iterator[_Sample]:
+    for endpoint, chosen in links:
+        for option in options:
+            yield (endpoint, option), float(option is chosen)
 
 
-def _changes(reports: Sequence[PathReport]) -> Metric:
-    counter = CounterMetricFamily(
-        "prfaas_link_condition_changes",
-        "Times that a condition was entered.",
-        labels=["link", "condition"],
-    )
-    for report in reports:
-        for condition, count in report.num_changes.items():
-            counter.add_metric([report.endpoint, condition.value], count)
-    return counter
+def _filled(
+    metric: GaugeMetricFamily | CounterMetricFamily, samples: Iterable[_Sample]
+) -> GaugeMetricFamily | CounterMetricFamily:
+    for labels, value in samples:
+        metric.add_metric(labels, value)
+    return metric

@@ -1,5 +1,4 @@
-"""Filters: one rate out of two kinds of measurements, and decaying sums. Knows no link and no
-clock.
+"""One rate out of two kinds of evidence, and sums that fade. Knows no link and no clock.
 
 A *measurement* was taken while there was always more to send: the rate is what it says. A *floor*
 was taken while the sender had pauses: the real rate is that or more. So a floor can raise the rate
@@ -14,24 +13,25 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from typing import Final
 
-_NUM_RECENT = 3
+RISE_S: Final = 1.0
+"""Time constant of a rise. Chosen: a sample of a busy link closes a fifth of the difference."""
+CONFIRMING: Final = 0.9
+"""A floor confirms the rate from this share of it on. Chosen: rates of a steady link vary less."""
 
 
 class RateFilter:
-    """The rate of one link in bytes/s: it falls at once and rises slowly."""
+    """The rate of one link in bytes/s. `is_floor`: it comes from a floor, the real one may be
+    higher. `measured_s`: when it was last measured; `confirmed_s`: measured, raised or confirmed.
+    """
 
-    def __init__(self, rise_s: float) -> None:
-        """`rise_s`: time constant of a rise."""
-        self._rise_s = rise_s
-        self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
+    def __init__(self) -> None:
         self.bytes_per_s = 0.0
         self.is_floor = False
-        """Whether the rate comes from a floor, so that the real one may be higher."""
         self.measured_s: float | None = None
-        """When the rate was last measured. Only a measurement shows that it is not higher."""
-        self.heard_s: float | None = None
-        """When the rate was last measured, raised or confirmed."""
+        self.confirmed_s: float | None = None
+        self._recent: deque[float] = deque(maxlen=3)
 
     def measure(self, bytes_per_s: float, interval_s: float, now_s: float) -> None:
         """Take in a measurement over the last `interval_s`."""
@@ -41,15 +41,15 @@ class RateFilter:
         if is_first or middle <= self.bytes_per_s:
             self.bytes_per_s = middle
         else:
-            step = 1 - math.exp(-interval_s / self._rise_s)
+            step = 1 - math.exp(-interval_s / RISE_S)
             self.bytes_per_s += step * (middle - self.bytes_per_s)
         self.is_floor = False
-        self.measured_s = self.heard_s = now_s
+        self.measured_s = self.confirmed_s = now_s
 
     def replace(self, bytes_per_s: float, now_s: float) -> None:
         """Take in a measurement that is good enough to forget all earlier ones."""
         self._recent.clear()
-        self.measure(bytes_per_s, 1.0, now_s)
+        self.measure(bytes_per_s, RISE_S, now_s)
 
     def at_least(self, bytes_per_s: float, now_s: float) -> None:
         """Take in a floor. It confirms the rate only if it comes close to it."""
@@ -57,78 +57,19 @@ class RateFilter:
             self._recent[index] = max(earlier, bytes_per_s)
         if bytes_per_s > self.bytes_per_s:
             self.bytes_per_s, self.is_floor = bytes_per_s, True
-        if bytes_per_s > 0 and bytes_per_s >= 0.9 * self.bytes_per_s:
-            self.heard_s = now_s
+        if bytes_per_s > 0 and bytes_per_s >= CONFIRMING * self.bytes_per_s:
+            self.confirmed_s = now_s
 
 
-class DecayingShare:
-    """part / whole over about the last `window_s`, 0 while the whole is too small to say."""
-
-    def __init__(self, window_s: float, least_whole: float) -> None:
-        self._window_s = window_s
-        self._least_whole = least_whole
-        self._part = 0.0
-        self._whole = 0.0
-        self._at_s: float | None = None
-
-    def add(self, part: float, whole: float, now_s: float) -> None:
-        fade = self._fade(now_s)
-        self._part = self._part * fade + part
-        self._whole = self._whole * fade + whole
-        self._at_s = now_s
-
-    def value(self, now_s: float) -> float:
-        whole = self._whole * self._fade(now_s)
-        return self._part / self._whole if whole >= self._least_whole else 0.0
-
-    def _fade(self, now_s: float) -> float:
-        if self._at_s is None:
-            return 0.0
-        return math.exp(-max(0.0, now_s - self._at_s) / self._window_s)
-
-
-class DecayingRate:
-    """Bytes/s over about the last `window_s`; sinks while nobody adds."""
+class FadingSum:
+    """The sum of what was added, of which a share of 1/e is left after `window_s`."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        self._bytes_per_s = 0.0
-        self._at_s: float | None = None
+        self._sum = self._at_s = 0.0
 
-    def add(self, num_bytes: float, interval_s: float, now_s: float) -> None:
-        """`num_bytes` came evenly over the `interval_s` that end now."""
-        fade = math.exp(-interval_s / self._window_s)
-        started = 0.0 if self._at_s is None else self._bytes_per_s
-        self._bytes_per_s = started * fade + (1 - fade) * num_bytes / interval_s
-        self._at_s = now_s
+    def add(self, amount: float, now_s: float) -> None:
+        self._sum, self._at_s = self.value(now_s) + amount, now_s
 
     def value(self, now_s: float) -> float:
-        if self._at_s is None:
-            return 0.0
-        return self._bytes_per_s * math.exp(-max(0.0, now_s - self._at_s) / self._window_s)
-
-
-class WindowedMin:
-    """The least positive value of the last one to two windows, in constant memory."""
-
-    def __init__(self, window_s: float) -> None:
-        self._window_s = window_s
-        self._began_s = -math.inf
-        self._previous = math.inf
-        self._current = math.inf
-
-    @property
-    def value(self) -> float:
-        """0 before the first."""
-        least = min(self._previous, self._current)
-        return least if math.isfinite(least) else 0.0
-
-    def add(self, value: float, now_s: float) -> None:
-        if value <= 0:
-            return
-        if now_s - self._began_s >= self._window_s:
-            is_recent = now_s - self._began_s < 2 * self._window_s
-            self._previous = self._current if is_recent else math.inf
-            self._current = math.inf
-            self._began_s = now_s
-        self._current = min(self._current, value)
+        return self._sum * math.exp(-max(0.0, now_s - self._at_s) / self._window_s)

@@ -13,6 +13,10 @@ from dataclasses import dataclass, replace
 SIZE = 280
 """Bytes to ask the kernel for; older kernels give fewer, and the fields beyond them read as 0."""
 
+_COUNTERS = (
+    "acked_bytes", "sent_bytes", "retransmitted_bytes",
+    "busy_s", "rwnd_limited_s", "sndbuf_limited_s",
+)  # fmt: skip
 _MIN = struct.Struct("=8B24I")
 _RATES = struct.Struct("=4Q6I4Q2I2Q")
 
@@ -57,15 +61,8 @@ class TcpInfo:
 
     def since(self, earlier: TcpInfo) -> TcpInfo:
         """The same connection with byte and time counters that begin at `earlier`."""
-        return replace(
-            self,
-            acked_bytes=self.acked_bytes - earlier.acked_bytes,
-            sent_bytes=self.sent_bytes - earlier.sent_bytes,
-            retransmitted_bytes=self.retransmitted_bytes - earlier.retransmitted_bytes,
-            busy_s=self.busy_s - earlier.busy_s,
-            rwnd_limited_s=max(0.0, self.rwnd_limited_s - earlier.rwnd_limited_s),
-            sndbuf_limited_s=max(0.0, self.sndbuf_limited_s - earlier.sndbuf_limited_s),
-        )
+        gains = {name: max(0, getattr(self, name) - getattr(earlier, name)) for name in _COUNTERS}
+        return replace(self, **gains)
 
 
 def together(infos: Collection[TcpInfo], rtt_s: float = 0.0) -> TcpInfo:
@@ -77,12 +74,7 @@ def together(infos: Collection[TcpInfo], rtt_s: float = 0.0) -> TcpInfo:
     return TcpInfo(
         rtt_s=rtt_s,
         min_rtt_s=min((info.min_rtt_s for info in infos if info.min_rtt_s), default=0.0),
-        acked_bytes=sum(info.acked_bytes for info in infos),
-        sent_bytes=sum(info.sent_bytes for info in infos),
-        retransmitted_bytes=sum(info.retransmitted_bytes for info in infos),
-        busy_s=sum(info.busy_s for info in infos),
-        rwnd_limited_s=sum(info.rwnd_limited_s for info in infos),
-        sndbuf_limited_s=sum(info.sndbuf_limited_s for info in infos),
+        **{name: sum(getattr(info, name) for info in infos) for name in _COUNTERS},
     )
 
 

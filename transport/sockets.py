@@ -138,16 +138,6 @@ class SocketOwner:
                 return ""
         return raw.split(b"\0", 1)[0].decode()
 
-    def local_host(self) -> str:
-        """The address of this host that the connection leaves from; "" once it has ended."""
-        with self._life:
-            if self._closed:
-                return ""
-            try:
-                return str(self._sock.getsockname()[0])
-            except OSError:
-                return ""
-
     def send_buffer_bytes(self) -> int:
         """SO_SNDBUF, which counts the kernel's overhead as well; 0 once the socket has ended."""
         with self._life:

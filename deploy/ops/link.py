@@ -29,7 +29,7 @@ from netmon.estimate import LinkCondition
 
 if TYPE_CHECKING:
     from deploy.gateway.links.region_links import LinksOverview
-    from netmon.region_link import LinkNow, LinkPath, LinkStep
+    from netmon.region_link import LinkNow, LinkPath
 
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _NUM_BARS: Final = 16
@@ -98,25 +98,22 @@ def title(link: LinkNow) -> str:
     return link.name or f"{link.source} to {link.target}"
 
 
-def sparkline(steps: Sequence[LinkStep]) -> str:
-    """Bars of what was carried lately, oldest first, relative to the most that was or could have
-    been.
+def sparkline(link: LinkNow) -> str:
+    """Bars of what was carried lately, oldest first, relative to the most that was or could be.
 
     A dot stands for nothing.
     """
-    shown = steps[-_NUM_BARS:]
-    most = max(
-        (max(s.achieved_bytes_per_s, s.available_bytes_per_s or 0.0) for s in shown), default=0.0
-    )
+    shown = link.lately_bytes_per_s[-_NUM_BARS:]
+    most = max([*shown, link.available_bytes_per_s or 0.0])
 
-    def bar(step: LinkStep) -> str:
-        share = step.achieved_bytes_per_s / most if most > 0 else 0.0
+    def bar(rate: float) -> str:
+        share = rate / most if most > 0 else 0.0
         # A dot, so that an idle link does not look like a slow one.
         if share < 0.005:
             return "·"
         return _BARS[min(len(_BARS) - 1, int(share * len(_BARS)))]
 
-    return "".join(bar(step) for step in shown)
+    return "".join(map(bar, shown))
 
 
 def _links_table(links: Sequence[LinkNow]) -> Table:
@@ -134,7 +131,7 @@ def _links_table(links: Sequence[LinkNow]) -> Table:
             f"{link.utilisation:.0%}" if link.available_bytes_per_s else "",
             _rtt(link),
             f"{link.loss:.1%}" if link.loss else "",
-            sparkline(link.steps),
+            sparkline(link),
         )
     return table
 

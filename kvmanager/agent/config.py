@@ -42,7 +42,6 @@ from kvmanager.config_files.yaml_files import read_settings
 from kvmanager.pool.placement import StatePlacement
 from kvmanager.transfers.shared import TableLimits
 from netmon.detector import DetectorConfig
-from netmon.monitor import MonitorConfig
 from transport import Credentials, Endpoint, LinkPath, TlsFiles, TransportConfig
 from transport.endpoint import is_wildcard
 from transport.grants import GrantFile
@@ -300,10 +299,6 @@ class AgentConfig(AgentSection, MetricsSection):
     @property
     def transport_config(self) -> TransportConfig:
         return dataclasses.replace(self.transport, tls=self.tls)
-
-    @property
-    def monitor_config(self) -> MonitorConfig:
-        return MonitorConfig(detector=self.link_detector)
 
     @property
     def num_blocks(self) -> int:

@@ -152,7 +152,7 @@ class NodeAgent:
         settings = WatchSettings(
             interval_s=config.link_sample_interval_s,
             probes=config.link_probes,
-            monitor=config.monitor_config,
+            detector=config.link_detector,
         )
         self.links = LinkWatch(
             io,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from netmon.monitor import MonitorConfig
+from netmon.detector import DetectorConfig
 from scheduler.encoding.line import EncodeLine
 from scheduler.encoding.values import EncodeConfig
 from scheduler.live.admission import AdmissionConfig
@@ -184,5 +184,5 @@ class Policy:
     """Routing sees each cluster by its last report, and a lost cluster until its next report is
     missing.
     """
-    monitor: MonitorConfig | None = field(default_factory=MonitorConfig)
+    monitor: DetectorConfig | None = field(default_factory=DetectorConfig)
     """The monitor of links with a schedule. None: routing sees the true rate, late by a sample."""

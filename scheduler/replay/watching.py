@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
+from netmon.detector import DetectorConfig
 from netmon.estimate import LinkCondition, LinkEstimate
-from netmon.monitor import LinkMonitor, MonitorConfig
+from netmon.monitor import LinkMonitor
 from netmon.region_link import RATE_KEPT_S, LinkView
-from netmon.samples import LinkSample, ProbeResult
+from netmon.samples import LinkSample
 from netmon.tcp_info import TcpInfo
 from scheduler.replay.links import ReplayLink
 
@@ -113,10 +114,9 @@ class MonitoredLink:
     """A sampler of the modelled link, and the monitor that it feeds."""
 
     def __init__(
-        self, name: str, link: ReplayLink, rtt_s: float, config: MonitorConfig | None = None
+        self, name: str, link: ReplayLink, rtt_s: float, config: DetectorConfig | None = None
     ) -> None:
         self._link = link
-        self._name = name
         self._rtt_s = max(_LEAST_RTT_S, rtt_s)
         self._monitor = LinkMonitor(name, config)
         self._buffer_bytes = _BUFFER_S * link.schedule.base_bytes_per_s
@@ -199,7 +199,6 @@ class MonitoredLink:
             busy_s=self._busy_s,
         )
         return LinkSample(
-            link=self._name,
             connections={0: connection},
             queued_bytes=int(link.backlog_bytes - in_flight),
             acked_bytes=int(self._acked_bytes),
@@ -208,6 +207,5 @@ class MonitoredLink:
     def _probe(self, now_s: float) -> None:
         """Probe an idle link. The probe takes no virtual time, as it is only a few megabytes."""
         size = self._monitor.due_probe_bytes(now_s)
-        if size is not None and self._rate > 0:
-            duration_s = size / self._rate + self._rtt_s
-            self._monitor.observe_probe(ProbeResult(acked_bytes=size, duration_s=duration_s), now_s)
+        if size and self._rate > 0:
+            self._monitor.observe_probe(size, size / self._rate + self._rtt_s, now_s)

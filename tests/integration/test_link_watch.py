@@ -131,7 +131,7 @@ def test_a_fall_of_the_rate_is_seen_and_its_return(
         feed = feed_of(sender)
         assert feed.data_endpoint == sender.ready["data"]
         report = next(item for item in feed.links if item.endpoint == f"{link.host}:{link.port}")
-        assert report.totals.acked_bytes > 10_000_000
+        assert report.estimate.acked_bytes > 10_000_000
 
 
 def test_a_cut_link_is_down_and_comes_back_without_traffic(

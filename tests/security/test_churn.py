@@ -19,7 +19,7 @@ from kvmanager.transfers.blocks import BlockAllocator
 from kvmanager.transfers.records import EnginePeer, LandingSpec, NoArenaRoom, OutboxSpec
 from kvmanager.transfers.shared import TableLimits
 from kvmanager.transfers.table import TransferTable
-from netmon.monitor import LinkMonitor, MonitorConfig
+from netmon.monitor import LinkMonitor
 from netmon.samples import LinkSample
 from prfaas.queue import PrefillQueue
 from prfaas.queue_values import QueueConfig, QueuedJob, QueueInstance, StartJob
@@ -191,14 +191,12 @@ def log_texts(draw: random.Random) -> Steps:
 
 
 def link(draw: random.Random) -> Steps:
-    core = LinkMonitor("a/n0", MonitorConfig())
+    core = LinkMonitor("a/n0")
     acked_bytes = 0
     for step in count():
         for second in range(0, int(STEP_S), 20):
             acked_bytes += draw.randint(0, 10**9)
-            sample = LinkSample(
-                link="a/n0", acked_bytes=acked_bytes, queued_bytes=draw.randint(0, 9)
-            )
+            sample = LinkSample(acked_bytes=acked_bytes, queued_bytes=draw.randint(0, 9))
             core.observe(sample, step * STEP_S + second)
         yield core
 

@@ -57,7 +57,7 @@ class FluidLink:
         for _ in range(max(1, round(duration_s / self._step_s))):
             self._step(self._step_s)
 
-    def sample(self, link: str = "a>b") -> LinkSample:
+    def sample(self) -> LinkSample:
         """What a sampler would read now."""
         count = self._num_connections
         notsent = min(self.waiting_bytes, _SOCKET_BYTES * count)
@@ -73,7 +73,6 @@ class FluidLink:
             busy_s=self._busy_s,
         )
         return LinkSample(
-            link=link,
             connections=dict.fromkeys(range(count), connection) if self.is_up else {},
             queued_bytes=int(self.waiting_bytes - notsent),
             acked_bytes=int(self.acked_bytes),

@@ -66,6 +66,8 @@ FROM_THE_AGENT = {
 protocol. Each side refuses an older one.
 """
 ALLOWED = OTHER_FORMAT | NEW_VALUES | FROM_THE_AGENT
+GONE = {"LinkTotals"}
+"""Parts of messages that nobody but their sender read: `LinkEstimate` has these counters now."""
 STRICT = {Grant, Granted}
 """A field that an agent does not know may be one more condition, so it refuses the grant."""
 
@@ -144,7 +146,7 @@ def test_a_message_may_have_a_field_more_or_less(name: str) -> None:
         read({other: value for other, value in whole.items() if other != key})
 
 
-@pytest.mark.parametrize("name", PREVIOUS)
+@pytest.mark.parametrize("name", sorted(PREVIOUS.keys() - GONE))
 def test_a_message_of_the_release_before_is_understood_and_understands(name: str) -> None:
     assert name in NOW, "the release before this one sends it"
     assert breaks(PREVIOUS[name], NOW[name]) == ALLOWED.get(name, [])

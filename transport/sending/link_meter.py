@@ -111,6 +111,5 @@ def _connection_state(
         info,
         congestion=stream.congestion() if stream is not None else "",
         send_buffer_bytes=stream.send_buffer_bytes() if stream is not None else 0,
-        local_host=stream.local_host() if stream is not None else "",
         is_open=stream is not None,
     )

@@ -22,8 +22,6 @@ class ConnectionState:
     """TCP_CONGESTION that its socket really has; "" once the connection has ended."""
     send_buffer_bytes: int = 0
     """SO_SNDBUF as the kernel has it now; 0 once the connection has ended."""
-    local_host: str = ""
-    """The address of this host that it leaves from; "" once the connection has ended."""
     is_open: bool = True
     """False: the connection has ended, and these are its last known numbers."""
 

@@ -68,9 +68,9 @@ class _Agent:
     def __init__(self, target: str) -> None:
         self.target = target
         self.feed: LinkFeed | None = None
-        self.heard_s = 0.0
+        self.reported_s = 0.0
         self.error = ""
-        self.heard = asyncio.Event()
+        self.answered = asyncio.Event()
         """Set once it has answered, or failed to."""
         self.task: asyncio.Task[None] | None = None
 
@@ -105,7 +105,7 @@ class RegionLinks:
         self._agents: dict[NodeName, _Agent] = {}
         self._nodes_at: dict[str, NodeName] = {}  # by where they receive
         self._links: dict[tuple[str, str], RegionLink] = {}
-        self._said: dict[tuple[str, str], tuple[float, LinkNow]] = {}
+        self._recent: dict[tuple[str, str], tuple[float, LinkNow]] = {}
         self._probing: asyncio.Task[None] | None = None
         for source, target in self._names:
             self._link(source, target)
@@ -117,7 +117,7 @@ class RegionLinks:
         """
         if not report.heard:
             return
-        found = {
+        agents = {
             NodeName(report.name, item.node_name or item.node): item.node
             for item in report.instances
             if item.node
@@ -125,11 +125,11 @@ class RegionLinks:
         for name, agent in list(self._agents.items()):
             # The node's agent is gone or listens elsewhere, so its last report does not count any
             # more.
-            if name.cluster == report.name and found.get(name) != agent.target:
+            if name.cluster == report.name and agents.get(name) != agent.target:
                 del self._agents[name]
                 self._nodes_at = {at: node for at, node in self._nodes_at.items() if node != name}
                 await _ended(agent.task)
-        for name, target in found.items():
+        for name, target in agents.items():
             if name not in self._agents:
                 agent = self._agents[name] = _Agent(target)
                 agent.task = start_task(self._follow(name, agent), f"links of {name}")
@@ -140,17 +140,17 @@ class RegionLinks:
         Every request asks, so the last answer is given again for a moment, unless there is news.
         """
         now_s, key = self._clock_s(), (source, target)
-        at_s, found = self._said.get(key, (-math.inf, None))
-        if found is None or not 0 <= now_s - at_s <= SAME_S:
+        at_s, now = self._recent.get(key, (-math.inf, None))
+        if now is None or not 0 <= now_s - at_s <= SAME_S:
             # A link that was only asked for does not become one of the region's links.
             link = self._links.get(key) or RegionLink(source, target)
-            found = self._now(link)
-            self._said[key] = now_s, found
-        return found
+            now = self._now(link)
+            self._recent[key] = now_s, now
+        return now
 
     async def wait_heard(self, timeout_s: float) -> None:
         """Wait until every followed agent has answered or failed to, but at most `timeout_s`."""
-        waited = [agent.heard.wait() for agent in self._agents.values()]
+        waited = [agent.answered.wait() for agent in self._agents.values()]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await asyncio.gather(*waited)
@@ -160,9 +160,9 @@ class RegionLinks:
         (`transport.grants.Granted`); "" while one of them has not said it, or they are very many.
         """
         nodes = {name for name in self._agents if name.cluster == cluster}
-        found = sorted(at for at, name in self._nodes_at.items() if name in nodes)
-        named = " ".join(found)
-        return named if len(found) == len(nodes) and len(named) <= MAX_NAMED_CHARS else ""
+        addresses = sorted(at for at, name in self._nodes_at.items() if name in nodes)
+        text = " ".join(addresses)
+        return text if len(addresses) == len(nodes) and len(text) <= MAX_NAMED_CHARS else ""
 
     def links(self) -> list[LinkNow]:
         """All links of which anything is known, by the clusters at their ends."""
@@ -175,24 +175,17 @@ class RegionLinks:
 
     def remember(self, rates: Iterable[LinkRate], age_s: float) -> None:
         """Start from what was known `age_s` ago of links that the region's file has."""
-        made_s = self._clock_s() - age_s
+        then_s = self._clock_s() - age_s
         for rate in rates:
             if (link := self._links.get((rate.source, rate.target))) is not None:
-                link.remember(rate, made_s)
-        self._said.clear()
-
-    def _with_steps(self) -> list[LinkNow]:
-        now_s = self._clock_s()
-        return [
-            msgspec.structs.replace(self._now(link), steps=link.steps(now_s))
-            for _, link in sorted(self._links.items())
-        ]
+                link.remember(rate, then_s)
+        self._recent.clear()
 
     def overview(self) -> LinksOverview:
         """The answer to GET /prfaas/links."""
         now_s = self._clock_s()
         return LinksOverview(
-            links=self._with_steps(),
+            links=self.links(),
             paths=[path for name in self._agents for path in self._paths(name, now_s)],
             errors={str(name): agent.error for name, agent in self._agents.items() if agent.error},
         )
@@ -206,12 +199,12 @@ class RegionLinks:
 
     def _now(self, link: RegionLink) -> LinkNow:
         now_s = self._clock_s()
-        heard = [
-            agent.heard_s
+        reported_s = [
+            agent.reported_s
             for name, agent in self._agents.items()
             if name.cluster == link.source and agent.feed is not None
         ]
-        return link.now(now_s, max(0.0, now_s - max(heard)) if heard else None)
+        return link.now(now_s, max(0.0, now_s - max(reported_s)) if reported_s else None)
 
     async def _follow(self, name: NodeName, agent: _Agent) -> None:
         client, backoff = self._connect(agent.target), Backoff(FIRST_RETRY_S, MAX_RETRY_S)
@@ -238,7 +231,7 @@ class RegionLinks:
                 else:
                     agent.error = ""
                     backoff.reset()
-                agent.heard.set()
+                agent.answered.set()
                 await asyncio.sleep(backoff.after(0.0) if agent.error else LEAST_BETWEEN_S)
         finally:
             await client.close()
@@ -252,9 +245,11 @@ class RegionLinks:
             raise ValueError(
                 f"it says that it receives at {feed.data_endpoint}, as {receiver} does"
             )
-        agent.feed, agent.heard_s = feed, now_s
+        for report in feed.links:
+            report.check()
+        agent.feed, agent.reported_s = feed, now_s
         # News: the answers given a moment ago may be wrong now.
-        self._said.clear()
+        self._recent.clear()
         self._nodes_at = {at: node for at, node in self._nodes_at.items() if node != name}
         self._nodes_at[feed.data_endpoint] = name
         by_link: dict[tuple[str, str], list[LinkPath]] = {}
@@ -272,7 +267,7 @@ class RegionLinks:
     def _paths(self, name: NodeName, now_s: float) -> list[LinkPath]:
         agent = self._agents[name]
         reports = agent.feed.links if agent.feed is not None else ()
-        age_s = max(0.0, now_s - agent.heard_s)
+        age_s = max(0.0, now_s - agent.reported_s)
         return [
             LinkPath(str(name), self._leads_to(name.cluster, report.endpoint), report, age_s)
             for report in reports

@@ -22,7 +22,6 @@ from kvmanager.agent.links.watch import LinkWatch
 from kvmanager.agent.request_values import KEY_BYTES, endpoint_of, hex_bytes, transfer_id_of
 from kvmanager.agent.transfer_io import SendListener, TransferIo
 from kvmanager.transfers.records import BadRequest, NoArenaRoom
-from netmon.samples import ProbeResult
 from transport import Endpoint, OutgoingSpec, OutgoingTransfer, Priority
 
 MAX_PROBE_BYTES: Final = 64 << 20
@@ -118,8 +117,7 @@ class LinkControl:
         until_s = self._clock_s() if progress.completed_s is None else progress.completed_s
         # The estimator of the link divides by it.
         duration_s = max(1e-6, until_s - progress.first_sent_s)
-        result = ProbeResult(acked_bytes=progress.acked_bytes, duration_s=duration_s)
-        self._watch.probed(endpoint, result)
+        self._watch.probed(endpoint, progress.acked_bytes, duration_s)
         return SendLinkProbeReply(progress.acked_bytes, duration_s, error)
 
 

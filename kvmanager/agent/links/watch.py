@@ -1,9 +1,9 @@
 """Samples the links of a node agent's sender, several times a second, and reports them.
 
-This is the shell around `netmon`. It reads the sender and the network interfaces, feeds one
-`LinkMonitor` for each endpoint, gives Prometheus the reports, and answers callers that watch. It
-samples a link every `interval_s` while the link has transfers, is not clear, or has just become
-idle, and otherwise about once a second.
+This is the shell around `netmon`. It reads the sender, feeds one `LinkMonitor` for each endpoint,
+gives Prometheus the reports, and answers callers that watch. It samples a link every `interval_s`
+while the link has transfers, is not clear, or has just become idle, and otherwise about once a
+second.
 
 A link that is down and has no transfers would stay down for ever, because nobody sends through it.
 So the sender is asked to connect again every few seconds, for at most `GIVE_UP_S`.
@@ -19,7 +19,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import msgspec
@@ -28,11 +28,11 @@ from prometheus_client import CollectorRegistry
 from kvmanager.agent.links.messages import LinkFeed, WatchLinks
 from kvmanager.loop.watch import aligned_delay_s
 from kvmanager.transfers.records import BadRequest
+from netmon.detector import DetectorConfig
 from netmon.estimate import LinkCondition, PathReport
-from netmon.interfaces import interface_of, read_interface
 from netmon.metrics import LinkMetrics
-from netmon.monitor import LinkMonitor, MonitorConfig
-from netmon.samples import InterfaceSample, LinkSample, ProbeResult
+from netmon.monitor import LinkMonitor
+from netmon.samples import LinkSample
 from transport import Endpoint, LinkState
 from transport.tasks import start_task
 
@@ -72,7 +72,7 @@ class WatchSettings:
 
     interval_s: float = 0.2
     probes: bool = False
-    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    detector: DetectorConfig = field(default_factory=DetectorConfig)
 
 
 @dataclass(slots=True)
@@ -81,16 +81,15 @@ class _Watched:
 
     monitor: LinkMonitor
     condition: LinkCondition = LinkCondition.CLEAR
+    """The last one that was logged and reported."""
     due_s: float = -math.inf
     used_s: float = -math.inf
     """When the link last had transfers."""
-    known_s: float = -math.inf
+    present_s: float = -math.inf
     """When the sender last had a link to this endpoint."""
     down_s: float | None = None
     warmed_s: float = -math.inf
     state: LinkState | None = None
-    local_host: str = ""
-    """The address of this host that a connection of the link leaves from, or left last."""
     earlier_acked_bytes: int = 0
     """Bytes acknowledged on earlier links to this endpoint, which the sender has closed."""
     probe_bytes: int = 0
@@ -115,11 +114,9 @@ class LinkWatch:
         self._data_endpoint = data_endpoint
         self._clock_s = clock_s
         self._watched: dict[Endpoint, _Watched] = {}
-        self._interfaces: dict[str, str] = {}
-        """Names of interfaces, by the address of this host that they have."""
         self._seq = 1
         self._news = asyncio.Event()
-        self._told_s = self._shown_s = self._asked_s = -math.inf
+        self._announced_s = self._shown_s = self._asked_s = -math.inf
         self._prober_s = -math.inf
         self._looking: asyncio.Task[None] | None = None
 
@@ -146,43 +143,42 @@ class LinkWatch:
                     await self._news.wait()
         return self._feed(request, self._clock_s())
 
-    def probed(self, endpoint: Endpoint, result: ProbeResult) -> None:
-        """Take in the result of a probe."""
+    def probed(self, endpoint: Endpoint, acked_bytes: int, duration_s: float) -> None:
+        """Take in the result of a probe, as `LinkMonitor.observe_probe`."""
         watched = self._watched.get(endpoint)
         if watched is not None:
-            watched.monitor.observe_probe(result, self._clock_s())
-            self._tell()
+            watched.monitor.observe_probe(acked_bytes, duration_s, self._clock_s())
+            self._announce()
 
     def look(self, now_s: float) -> None:
         """One round over all links."""
         activity = self._source.link_activity()
         for endpoint in activity.keys() - self._watched.keys():
-            monitor = LinkMonitor(str(endpoint), self._settings.monitor)
+            monitor = LinkMonitor(str(endpoint), self._settings.detector)
             self._watched[endpoint] = _Watched(monitor)
-        interfaces: dict[str, InterfaceSample | None] = {}
         is_news = False
         for endpoint, watched in list(self._watched.items()):
             if endpoint in activity:
-                watched.known_s = now_s
-            elif now_s - watched.known_s > KEEP_S:
+                watched.present_s = now_s
+            elif now_s - watched.present_s > KEEP_S:
                 del self._watched[endpoint]
                 continue
             is_used = activity.get(endpoint, False)
             if is_used:
                 watched.used_s = now_s
-                is_news |= now_s - self._told_s >= NEWS_S
+                is_news |= now_s - self._announced_s >= NEWS_S
             # The last report was made while it had transfers. Without one more, it would have their
             # backlog for as long as it is idle.
-            is_news |= not is_used and watched.used_s >= self._told_s > -math.inf
+            is_news |= not is_used and watched.used_s >= self._announced_s > -math.inf
             if is_used or now_s >= watched.due_s:
-                is_news |= self._look_at(endpoint, watched, interfaces, now_s)
+                is_news |= self._look_at(endpoint, watched, now_s)
                 watched.due_s = self._next_look_s(watched, now_s)
             # A link in use reconnects by itself; an idle one would stay down until it is needed.
             self._reconnect(endpoint, watched, now_s, is_idle=endpoint in activity and not is_used)
         is_news |= self._ask_for_probes(now_s)
         if is_news:
-            self._told_s = now_s
-            self._tell()
+            self._announced_s = now_s
+            self._announce()
         if now_s - self._shown_s >= SHOW_S:
             self._shown_s = now_s
             self._metrics.show([item.monitor.report(now_s) for item in self._watched.values()])
@@ -196,37 +192,25 @@ class LinkWatch:
                 logger.exception("a look at the links failed")
             await asyncio.sleep(aligned_delay_s(self._settings.interval_s, time.monotonic()))
 
-    def _look_at(
-        self,
-        endpoint: Endpoint,
-        watched: _Watched,
-        interfaces: dict[str, InterfaceSample | None],
-        now_s: float,
-    ) -> bool:
-        """Sample one link. Returns whether its condition has changed. `interfaces` holds those
-        already read in this round.
-        """
-        state, before = self._source.link_state(endpoint), watched.state
-        if before is not None and (state is None or state.acked_bytes < before.acked_bytes):
+    def _look_at(self, endpoint: Endpoint, watched: _Watched, now_s: float) -> bool:
+        """Sample one link. Returns whether its condition has changed."""
+        state, last = self._source.link_state(endpoint), watched.state
+        if last is not None and (state is None or state.acked_bytes < last.acked_bytes):
             # The sender closed the link and opened a new one, whose counter began at 0.
-            watched.earlier_acked_bytes += before.acked_bytes
+            watched.earlier_acked_bytes += last.acked_bytes
         watched.state = state
-        if state is not None:
-            hosts = (item.local_host for item in state.connections if item.local_host)
-            watched.local_host = next(hosts, watched.local_host)
-        interface = self._interface(watched.local_host, interfaces)
-        sample = link_sample(str(endpoint), state, watched.earlier_acked_bytes, interface)
-        change = watched.monitor.observe(sample, now_s)
-        if change is None:
-            return False
-        after = watched.condition = change.after
-        is_bad = after.severity >= LinkCondition.CONGESTED.severity
-        log = logger.warning if is_bad else logger.info
-        log("link to %s: %s, was %s: %s", endpoint, after, change.before, change.reason)
+        watched.monitor.observe(link_sample(state, watched.earlier_acked_bytes), now_s)
+        before, after = watched.condition, watched.monitor.condition
         if after is not LinkCondition.DOWN:
             watched.down_s = None
         elif watched.down_s is None:
             watched.down_s = now_s
+        if after is before:
+            return False
+        watched.condition = after
+        is_bad = after.severity >= LinkCondition.CONGESTED.severity
+        log = logger.warning if is_bad else logger.info
+        log("link to %s: %s, was %s: %s", endpoint, after, before, watched.monitor.reason)
         return True
 
     def _next_look_s(self, watched: _Watched, now_s: float) -> float:
@@ -259,19 +243,7 @@ class LinkWatch:
                 is_due |= watched.probe_bytes > 0
         return is_due
 
-    def _interface(
-        self, local_host: str, read: dict[str, InterfaceSample | None]
-    ) -> InterfaceSample | None:
-        """The interface that has an address of this host."""
-        name = self._interfaces.get(local_host) or (local_host and interface_of(local_host))
-        if not name:
-            return None
-        self._interfaces[local_host] = name
-        if name not in read:
-            read[name] = read_interface(name)
-        return read[name]
-
-    def _tell(self) -> None:
+    def _announce(self) -> None:
         self._seq += 1
         self._news.set()
         self._news = asyncio.Event()
@@ -297,24 +269,17 @@ class LinkWatch:
         )
 
 
-def link_sample(
-    link: str,
-    state: LinkState | None,
-    earlier_acked_bytes: int = 0,
-    interface: InterfaceSample | None = None,
-) -> LinkSample:
+def link_sample(state: LinkState | None, earlier_acked_bytes: int = 0) -> LinkSample:
     """The sample of a link, from the sender's `state`; None: the sender has no link now, so it is
     idle.
 
     `earlier_acked_bytes`: acknowledged on earlier links to the same endpoint.
     """
-    idle = LinkSample(link=link, acked_bytes=earlier_acked_bytes, interface=interface)
     if state is None:
-        return idle
+        return LinkSample(acked_bytes=earlier_acked_bytes)
     standing = {item.number: item.info for item in state.connections if item.is_open}
     backlog = state.backlog
-    return replace(
-        idle,
+    return LinkSample(
         connections=standing,
         queued_bytes=backlog.queued_bytes,
         acked_bytes=earlier_acked_bytes + state.acked_bytes,

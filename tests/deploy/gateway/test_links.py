@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 
 import pytest
@@ -164,3 +165,12 @@ async def test_a_node_that_says_it_receives_where_another_one_does_is_not_believ
     await eventually(lambda: bool(region.links.overview().paths))
     assert [path.to for path in region.links.overview().paths] == ["home/b1"]
     await region.links.close()
+
+
+async def test_a_report_with_numbers_that_cannot_be_is_not_believed(region: Region) -> None:
+    region.say("b:1")
+    region.say("a:1", path_report("tunnel:9", rtt_s=math.nan))
+    await eventually(lambda: bool(region.links.overview().errors))
+    error = "rtt_s is nan; it must be finite and not negative"
+    assert region.links.overview().errors == {"far/a1": error}
+    assert region.links.now("far", "home").num_paths == 0
