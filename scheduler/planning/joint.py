@@ -2,25 +2,44 @@
 
 A `Home` is a PD cluster with the requests of one model that decode there. Homes share the instances
 of prefill clusters, links (where they serve several models) and uplinks. `JointRegion.shares` gives
-each home its part of them as a region of its own, which the searches for one PD cluster then plan.
+each home its part of them as a region of its own, which is then planned like any other.
 
-Homes that share nothing with others are planned as if alone. Homes that do are served max-min fair
-(`fair_shares`). Then all prefill clusters of a home have the same threshold.
+The division is max-min fair in served over demanded requests (the level of a home): no home can be
+served better unless one that is served no better gets less. The program of `solve` finds the
+highest level that all homes can have. Homes that hold it up stay there, and the others rise on.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
+from typing import Final
 
-from scheduler.planning.fair_shares import fair_shares
-from scheduler.planning.pair_search import sources_of
-from scheduler.planning.plan import Plan, best_plan
+import numpy as np
+
+from scheduler.planning.lengths import Floats
+from scheduler.planning.plan import Plan
 from scheduler.planning.region_model import Home, HomeKey, Region, Uplink
+from scheduler.planning.solve import CountName, PartName, Program, Solution, best_plan
+from scheduler.planning.threshold_search import sources_of
 from scheduler.planning.throughput import Mode
+
+NUM_FLOWS: Final = 1000
+PRECISION: Final = 1e-4
+"""How exactly levels are found, as a share of them."""
+MAX_LEVELS: Final = 8
+"""How many times homes that cannot rise are told apart from those that can."""
+SAME_MIX_COSTS: Final = 0.002
+"""How much more of a part may be used so that all sources of a home get the same mix of lengths."""
+_NO_PRICE: Final = 1e-4
+"""A lower price is one of tastes, not of the level."""
+_ROUNDING: Final = 1e-6
+_LEAST_DEMAND: Final = 1e-3
+"""The demand assumed of a home without any, as a share of the highest demand."""
 
 
 @dataclass(frozen=True)
@@ -38,26 +57,20 @@ class JointRegion:
     def shares(self) -> Mapping[HomeKey, Region]:
         """The region of each home with its share of what it shares with others.
 
-        A home that shares nothing keeps its region as it is. A prefill cluster of which a home has
-        no part stays in its share, with no instance.
+        What nobody needs is divided in proportion as well. A prefill cluster of which a home has no
+        part stays in its share, with no instance.
         """
         found: dict[HomeKey, Region] = {}
         for homes in _groups(self.homes, self.uplinks):
-            one = homes[0]
-            if len(homes) == 1 and not any(_joins_links(up, one) for up in self.uplinks):
-                found[one.key] = _narrowed(one.region, self.uplinks)
-            else:
-                found |= fair_shares(homes, self.uplinks, whole=self.whole)
+            found |= _shares(homes, self.uplinks, whole=self.whole)
         return MappingProxyType({home.key: found[home.key] for home in self.homes})
 
     @cached_property
     def plans(self) -> Mapping[HomeKey, Plan]:
         """The best plan of each home for its share."""
-        plans = {
-            key: best_plan(share, Mode.EXACT, whole=self.whole)
-            for key, share in self.shares.items()
-        }
-        return MappingProxyType(plans)
+        return MappingProxyType(
+            {key: best_plan(r, whole=self.whole) for key, r in self.shares.items()}
+        )
 
     @property
     def levels(self) -> Mapping[HomeKey, float]:
@@ -67,19 +80,6 @@ class JointRegion:
             for home in self.homes
             for rps in [self.plans[home.key].system_rps(Mode.EXACT)]
         }
-
-
-def _shared_by(home: Home, uplinks: Sequence[Uplink]) -> Iterator[tuple[str, ...]]:
-    """The names of all that the home may share with others."""
-    for source, link in sources_of(home.region):
-        yield "prefill", home.model, source.name
-        yield "link", link.name
-        yield from (("uplink", up.name) for up in uplinks if up.carries(link))
-
-
-def _joins_links(uplink: Uplink, home: Home) -> bool:
-    """Whether several links of the home share the uplink."""
-    return sum(uplink.carries(link) for _, link in sources_of(home.region)) > 1
 
 
 def _groups(homes: Sequence[Home], uplinks: Sequence[Uplink]) -> list[list[Home]]:
@@ -94,11 +94,175 @@ def _groups(homes: Sequence[Home], uplinks: Sequence[Uplink]) -> list[list[Home]
     return [[homes[i] for i, n in enumerate(group) if n == number] for number in sorted(set(group))]
 
 
-def _narrowed(region: Region, uplinks: Sequence[Uplink]) -> Region:
-    """The region with links that carry no more than the uplinks that they alone use."""
-    links = tuple(
-        replace(k, bytes_per_s=min(k.bytes_per_s, *limits)) if limits else k
-        for k in region.links
-        for limits in [[up.bytes_per_s for up in uplinks if up.carries(k)]]
+def _shared_by(home: Home, uplinks: Sequence[Uplink]) -> Iterator[tuple[str, ...]]:
+    """The names of all that the home may share with others."""
+    for source, link in sources_of(home.region):
+        yield "prefill", home.model, source.name
+        yield "link", link.name
+        yield from (("uplink", up.name) for up in uplinks if up.carries(link))
+
+
+def _shares(
+    homes: Sequence[Home], uplinks: Sequence[Uplink], *, whole: bool
+) -> dict[HomeKey, Region]:
+    """The share of each home of a group."""
+    most = max(home.rate_rps for home in homes) or 1.0
+    homes = [replace(h, rate_rps=max(h.rate_rps, _LEAST_DEMAND * most)) for h in homes]
+    if not any(sources_of(home.region) for home in homes):
+        return {home.key: home.region for home in homes}
+    program = Program(homes, uplinks, num_flows=NUM_FLOWS)
+    found = _fair(program, whole=whole)
+    used = _used(program, _same_mix(program, found.flows))
+    total, asked = Counter[PartName](), Counter[PartName]()
+    for (h, _), parts in used.items():
+        total.update(parts)
+        asked.update(dict.fromkeys(parts, homes[h].rate_rps))
+    regions = {home.key: home.region for home in homes}
+    for (h, i), parts in used.items():
+        sizes: dict[str, float] = {}
+        for name, share in parts.items():
+            # What is left over is divided like what is used, or by demand where nothing is used.
+            part = share / total[name] if total[name] else homes[h].rate_rps / asked[name]
+            part = part if part > _ROUNDING else 0.0
+            kind = "prefill" if name[0] == "prefill" else "link"
+            sizes[kind] = min(part * program.capacities[name], sizes.get(kind, math.inf))
+        key = homes[h].key
+        regions[key] = _sized(regions[key], program.routes[h][i].source.name, sizes)
+    return regions
+
+
+def _fair(program: Program, *, whole: bool) -> Solution:
+    """The flows at the max-min fair level of each home."""
+    pds = [(home, home.region.pd_clusters[0]) for home in program.homes]
+    bounds: dict[CountName, tuple[float, float]] = {
+        (h, pd.name): home.bounds or (0, max(0, pd.num_instances - whole))
+        for h, (home, pd) in enumerate(pds)
+    }
+    held: dict[int, float] = {}
+    for _ in range(MAX_LEVELS):
+        found = _highest(program, bounds, held, whole=whole)
+        rising = set(range(len(program.homes))) - held.keys()
+        stuck = {h for h in rising if found.prices[h] > _NO_PRICE} or rising
+        held |= dict.fromkeys(stuck, found.level)
+        if whole:
+            names = [(h, pds[h][1].name) for h in stuck]
+            bounds |= {name: (found.num_prefill[name],) * 2 for name in names}
+        if len(held) == len(program.homes):
+            break
+    return found
+
+
+def _highest(
+    program: Program,
+    bounds: Mapping[CountName, tuple[float, float]],
+    held: Mapping[int, float],
+    *,
+    whole: bool,
+) -> Solution:
+    """The flows with the highest level of the homes that are not held.
+
+    At a given level a home decodes with as few instances as will do. So of whole N_p, only the
+    highest ones for some level can be the best, and a search over levels finds them in fewer
+    programs than a search over N_p, however many homes there are.
+    """
+    found = program.solve(bounds, held)
+    if not whole:
+        return found
+    tried: dict[tuple[int, ...], Solution] = {}
+
+    def at(level: float) -> Solution:
+        counts = _most_prefill(program, bounds, held, level)
+        key = tuple(counts.values())
+        if key not in tried:
+            tried[key] = program.solve({name: (n, n) for name, n in counts.items()}, held)
+        return tried[key]
+
+    low, high, level = 0.0, found.level, found.level
+    while high - low > PRECISION * high:
+        reached = at(level).level
+        if reached >= level * (1 - _ROUNDING):
+            low = level
+        else:
+            low, high = max(low, reached), level
+        level = (low + high) / 2
+    # With no more instances that decode than the level needs, only what holds it up has a price.
+    return at(low)
+
+
+def _most_prefill(
+    program: Program,
+    bounds: Mapping[CountName, tuple[float, float]],
+    held: Mapping[int, float],
+    level: float,
+) -> dict[CountName, int]:
+    """The most instances of each home that can prefill at this level; of those that are held, the
+    present ones.
+    """
+    counts = {}
+    for name, (least, most) in bounds.items():
+        home = program.homes[name[0]]
+        (pd,) = home.region.pd_clusters
+        busy = level * home.rate_rps * pd.step_s * home.region.traffic.output_tokens / pd.batch_size
+        # Rounding must not ask for one instance more.
+        num = pd.num_instances - math.ceil(busy - _ROUNDING)
+        counts[name] = round(most if name[0] in held else max(least, min(most, num)))
+    return counts
+
+
+def _used(
+    program: Program, flows: Sequence[Floats]
+) -> dict[tuple[int, int], dict[PartName, float]]:
+    """The share of each shared part that a home uses over each of its links."""
+    return {
+        (h, i): {
+            name: float(need @ flows[h][i])
+            for name, need in needs.items()
+            if name[0] in ("prefill", "link", "uplink")
+        }
+        for (h, i), needs in program.needs.items()
+        if program.routes[h][i].link is not None
+    }
+
+
+def _same_mix(program: Program, flows: Sequence[Floats]) -> list[Floats]:
+    """The flows with the same mix of lengths from all sources of a home, where that uses hardly
+    more of anything: with one threshold, prompts go where they are soonest, and not by length.
+    """
+    found = list(flows)
+    for h, routes in enumerate(program.routes):
+        remote = [i for i, route in enumerate(routes) if route.link is not None]
+        offloaded = flows[h][remote].sum(axis=0)
+        work = np.array(
+            [
+                _prefill(program, h, i) @ flows[h][i] / (_prefill(program, h, i) @ offloaded or 1.0)
+                for i in remote
+            ]
+        )
+        if not work.any():
+            continue
+        mixed = flows[h].copy()
+        mixed[remote] = np.outer(work / work.sum(), offloaded)
+        tried = [*found[:h], mixed, *found[h + 1 :]]
+        total = Counter[PartName]()
+        for parts in _used(program, tried).values():
+            total.update(parts)
+        if max(total.values()) <= 1 + SAME_MIX_COSTS:
+            found = tried
+    return found
+
+
+def _prefill(program: Program, h: int, i: int) -> Floats:
+    """The share of its source that each class needs over a route."""
+    return next(need for name, need in program.needs[h, i].items() if name[0] == "prefill")
+
+
+def _sized(region: Region, source: str, sizes: Mapping[str, float]) -> Region:
+    """The share with so many instances of a prefill cluster, and bytes/s of the link from it."""
+    clusters = tuple(
+        replace(c, num_instances=sizes["prefill"]) if c.name == source else c
+        for c in region.prefill_clusters
     )
-    return replace(region, links=links)
+    links = tuple(
+        replace(k, bytes_per_s=sizes["link"]) if k.source == source else k for k in region.links
+    )
+    return replace(region, prefill_clusters=clusters, links=links)

@@ -20,8 +20,8 @@ from smoke import add_smoke
 
 from deploy.plan.solve.case_study import case_study, case_study_region
 from scheduler.planning.load.study import simulate_plan
-from scheduler.planning.pair_search import search_pair, threshold_grid
-from scheduler.planning.plan import best_plan
+from scheduler.planning.solve import best_plan
+from scheduler.planning.threshold_search import search_thresholds, threshold_grid
 from scheduler.planning.throughput import Mode
 
 COMMAND = [str(Path(sys.executable).with_name("prfaas")), "plan"]
@@ -50,14 +50,14 @@ def main() -> None:
     arguments = parser.parse_args()
     region = case_study_region(4, 8)
     grid = threshold_grid(region, 1000)
-    plan = best_plan(region, Mode.EXACT)
+    plan = best_plan(region)
     rate_rps = 0.9 * plan.system_rps(Mode.EXACT)
     cases: list[tuple[str, float, Callable[[], object]]] = [
         ("case study, after imports", 1.0, lambda: [case_study(mode) for mode in Mode]),
         (
             f"search of {len(grid)} thresholds x 13 divisions",
             0.05,
-            lambda: search_pair(region, Mode.EXACT, grid, np.linspace(0, 7.9, 13)),
+            lambda: search_thresholds(region, Mode.EXACT, grid, np.linspace(0, 7.9, 13)),
         ),
         (
             f"simulation of {arguments.requests:,} requests",

@@ -28,7 +28,7 @@ from deploy.plan.solve.case_study import case_study_region
 from deploy.plan.trace import load_trace
 from kvmanager.config_files.units import GBIT_PER_S
 from scheduler.live.admission import AdmissionConfig
-from scheduler.planning.plan import best_plan
+from scheduler.planning.solve import best_plan
 from scheduler.planning.throughput import Mode
 from scheduler.replay.driver import replay
 from scheduler.replay.links import LinkChange, RateSchedule
@@ -44,7 +44,7 @@ def speed_cases(num_requests: int) -> tuple[Workload, dict[str, tuple[ReplayMode
     """The traffic, and what is timed."""
     region = case_study_region(4, 8)
     region = replace(region, links=(replace(region.links[0], rtt_s=0.02),))
-    rate_rps = LOAD * best_plan(region, Mode.EXACT).system_rps(Mode.EXACT)
+    rate_rps = LOAD * best_plan(region).system_rps(Mode.EXACT)
     span_s = num_requests / rate_rps
     phase = Phase(
         duration_s=span_s,

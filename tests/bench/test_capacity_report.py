@@ -34,8 +34,8 @@ from deploy.plan.solve.building import load_plan
 from deploy.plan.solve.spec import PlanSpec
 from deploy.plan.trace import load_trace
 from deploy.profile_file import EngineProfileFile
-from scheduler.planning.plan import best_plan
 from scheduler.planning.prefix_reuse import cached_tokens
+from scheduler.planning.solve import best_plan
 from scheduler.planning.throughput import Mode
 from scheduler.replay.driver import replay
 
@@ -63,7 +63,7 @@ def test_the_planner_takes_the_file_of_every_shape(
     file = tmp_path / "plan.yaml"
     file.write_text(yaml.safe_dump(plan_file(shape, profile, [500, 1000], 16, 20.0)))
     region = load_plan(file, PlanSpec).region
-    assert best_plan(region, Mode.EXACT).system_rps(Mode.EXACT) > 0
+    assert best_plan(region).system_rps(Mode.EXACT) > 0
 
 
 def test_a_recording_and_its_conversations_become_a_trace_with_shared_prefixes(

@@ -1,0 +1,270 @@
+"""The best plan of a region: one linear program, in part with whole numbers. Rates are requests/s.
+
+Prompts are divided into classes by their length. The variables are
+
+    flows     of each class over each route
+    rates     of each home: all classes of its prompts together
+    N_p       the instances of each PD cluster that prefill
+    level     the least rate of a home over its demand; it is maximised
+
+Every part of the region is a row: what the flows need of it is at most what it has. These are
+equations 3 to 5 of PrfaaS for any number of clusters, and uplinks and encode stages are rows like
+the others. Because flows are rates, and not shares of a rate, N_p is linear as well. A region
+without homes is one home that demands one request a second, so that its level is its rate.
+
+The mode is always `exact`. Needs scipy (extras `gateway` and `plan`). One pair of clusters is
+planned without it: `threshold_search` divides no prompts of equal length, as a threshold must.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from scheduler.planning.lengths import Floats
+from scheduler.planning.plan import Classes, NoRouteError, Plan, Route, routes_of
+from scheduler.planning.region_model import Home, Region, Uplink
+from scheduler.planning.threshold_search import Bounds, best_threshold_plan
+from scheduler.planning.throughput import Mode
+
+PartName: TypeAlias = tuple[str, str, str]
+"""Kind and name of a part of the region, and the model of its instances ("" for links)."""
+CountName: TypeAlias = tuple[int, str]
+"""The position of a home and the name of its PD cluster, whose N_p is counted."""
+
+MIN_CLASSES: Final = 12
+MAX_CLASSES: Final = 200
+NUM_FLOWS: Final = 2000
+"""About so many flows are planned with: the more routes, the fewer classes."""
+NUM_FLOWS_OF_DIVISION: Final = 480
+"""The same while whole numbers are searched, which depend little on the classes."""
+ONE_THRESHOLD_COSTS: Final = 0.002
+"""The share of the throughput that is given up for one threshold of all prefill clusters."""
+_TASTE: Final = 1e-6
+"""The weight of preferences among equal plans, as a share of the level: far above the solver's
+rounding, far below what anybody would notice.
+"""
+_NO_FLOW: Final = 1e-9
+"""A share of all requests. A smaller flow is the solver's rounding."""
+_NO_LIMIT: Final = 1e9
+
+
+def is_pair(region: Region) -> bool:
+    """Whether the region has one PD cluster and at most one prefill cluster."""
+    return len(region.pd_clusters) == 1 and len(region.prefill_clusters) <= 1
+
+
+def best_plan(region: Region, *, whole: bool = True, bounds: Bounds | None = None) -> Plan:
+    """The plan with the highest throughput; `bounds` limit N_p.
+
+    With `whole`, an instance is for prefill or for decode; otherwise instances share roles. All
+    prefill clusters have one threshold where that costs next to nothing. Raises `NoRouteError` if
+    nothing can be served.
+    """
+    if len(region.pd_clusters) != 1:
+        return _best_flows(region, whole=whole, bounds=bounds)
+    one = best_threshold_plan(region, Mode.EXACT, whole=whole, bounds=bounds)
+    if is_pair(region):
+        return one
+    best = _best_flows(region, whole=whole, bounds=bounds)
+    least_rps = (1 - ONE_THRESHOLD_COSTS) * best.system_rps(Mode.EXACT)
+    return one if one.system_rps(Mode.EXACT) >= least_rps else best
+
+
+def plan_at(region: Region, division: Mapping[str, int]) -> Plan:
+    """The best plan with these N_p by PD cluster. Raises `NoRouteError`."""
+    return best_plan(region, bounds={name: (n, n) for name, n in division.items()})
+
+
+def _best_flows(region: Region, *, whole: bool, bounds: Bounds | None) -> Plan:
+    if all(pd.num_instances < 1 for pd in region.pd_clusters):
+        raise NoRouteError("no PD cluster has an instance: decode needs at least one")
+    homes = [Home(region, 1.0)]
+    counts: dict[CountName, tuple[float, float]] = {
+        (0, pd.name): (0, pd.num_instances) if bounds is None else bounds[pd.name]
+        for pd in region.pd_clusters
+    }
+    if whole:
+        coarse = Program(homes, num_flows=NUM_FLOWS_OF_DIVISION)
+        found = coarse.solve(counts, whole=True)
+        counts = {name: (round(n), round(n)) for name, n in found.num_prefill.items()}
+    program = Program(homes, num_flows=NUM_FLOWS)
+    found = program.solve(counts)
+    if found.level <= 0:
+        raise NoRouteError("nothing can be served: no PD cluster both gets prompts and decodes")
+    num_prefill = {name: n for (_, name), n in found.num_prefill.items()}
+    flow = found.flows[0] / found.level
+    return Plan(region, program.classes[0], np.where(flow > _NO_FLOW, flow, 0.0), num_prefill, None)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a program found: `flows[h][r, c]` is the flow of class c of home h over its route r.
+
+    `prices` say by how much the level would rise if a home demanded less; that of a home that does
+    not hold up the level is 0.
+    """
+
+    level: float
+    flows: list[Floats]
+    num_prefill: dict[CountName, float]
+    prices: Floats
+
+
+class _Rows:
+    """Rows of a sparse matrix by their names, each with the most that it may add up to."""
+
+    def __init__(self) -> None:
+        self.places: dict[Any, int] = {}
+        self.limits: list[float] = []
+        self._entries: list[list[NDArray[Any]]] = []
+
+    def add(self, name: Any, limit: float, columns: ArrayLike, values: ArrayLike) -> None:
+        """Let columns count in a row, each with its value."""
+        row = self.places.setdefault(name, len(self.limits))
+        if row == len(self.limits):
+            self.limits.append(limit)
+        self._entries.append([np.ravel(each) for each in np.broadcast_arrays(row, columns, values)])
+
+    def matrix(self, num_columns: int) -> Any:
+        from scipy.sparse import coo_matrix
+
+        rows, columns, values = (np.concatenate(part) for part in zip(*self._entries, strict=True))
+        return coo_matrix((values, (rows, columns)), (len(self.limits), num_columns)).tocsr()
+
+
+class Program:
+    """The linear program of some homes and of the uplinks that they share."""
+
+    def __init__(
+        self, homes: Sequence[Home], uplinks: Sequence[Uplink] = (), *, num_flows: int
+    ) -> None:
+        self.homes = homes
+        self.routes = [routes_of(home.region) for home in homes]
+        num = num_flows // max(1, sum(map(len, self.routes)))
+        num = min(max(num, MIN_CLASSES), MAX_CLASSES)
+        self.classes = [Classes.even(home.region.traffic.lengths, num) for home in homes]
+        self.capacities: dict[PartName, float] = {}
+        self.needs: dict[tuple[int, int], dict[PartName, Floats]] = {}
+        """The share of each part that 1 request/s of each class uses, by home and route."""
+        self._num_columns = 0
+        self._flows = [
+            self._columns(len(routes), len(classes.shares))
+            for routes, classes in zip(self.routes, self.classes, strict=True)
+        ]
+        self._rates = self._columns(len(homes))
+        self._evens = self._columns(len(homes))
+        """The largest share that a home uses of any prefill cluster."""
+        names = [(h, pd.name) for h, home in enumerate(homes) for pd in home.region.pd_clusters]
+        self._counts = dict(zip(names, self._columns(len(names)).tolist(), strict=True))
+        (self._level,) = self._columns(1).tolist()
+        self._cost = np.zeros(self._num_columns)
+        self._cost[self._level] = -1
+        self._parts, self._balances = _Rows(), _Rows()
+        for h in range(len(homes)):
+            self._add_home(h, uplinks)
+        self._limits = np.array(self._parts.limits)
+        self._matrices = [each.matrix(self._num_columns) for each in (self._parts, self._balances)]
+
+    def solve(
+        self,
+        counts: Mapping[CountName, tuple[float, float]],
+        held: Mapping[int, float] = MappingProxyType({}),
+        *,
+        whole: bool = False,
+    ) -> Solution:
+        """The flows with the highest level of all homes but those that are `held` at a level. N_p
+        are within bounds, and whole numbers with `whole`. Raises `NoRouteError` if the solver
+        fails.
+        """
+        # Imported here, since one pair of clusters needs no scipy.
+        from scipy.optimize import linprog
+
+        bounds = np.stack([np.zeros(self._num_columns), np.full(self._num_columns, np.inf)], axis=1)
+        for name, count in self._counts.items():
+            bounds[count] = counts[name]
+        limits = self._limits.copy()
+        levels = [self._parts.places["level", h] for h in range(len(self.homes))]
+        for h, level in held.items():
+            # The last digits of a level may be the solver's rounding.
+            bounds[self._rates[h], 0] = level * self.homes[h].rate_rps * (1 - 1e-7)
+            limits[levels[h]] = _NO_LIMIT
+        is_whole = np.zeros(self._num_columns)
+        is_whole[list(self._counts.values())] = whole
+        (parts, balances), (num_balances, _) = self._matrices, self._matrices[1].shape
+        found = linprog(
+            self._cost,
+            *(parts, limits, balances, np.zeros(num_balances)),
+            bounds=bounds,
+            integrality=is_whole if whole else None,
+        )
+        if found.status != 0:
+            raise NoRouteError(f"the solver found no plan: {found.message}")
+        return Solution(
+            float(found.x[self._level]),
+            [np.maximum(found.x[flows], 0.0) for flows in self._flows],
+            {name: float(np.clip(found.x[n], *counts[name])) for name, n in self._counts.items()},
+            np.zeros(len(levels)) if whole else -found.ineqlin.marginals[levels],
+        )
+
+    def _columns(self, *shape: int) -> NDArray[np.intp]:
+        start = self._num_columns
+        self._num_columns += math.prod(shape)
+        return np.arange(start, self._num_columns).reshape(shape)
+
+    def _add_home(self, h: int, uplinks: Sequence[Uplink]) -> None:
+        home, classes, flows, rate = self.homes[h], self.classes[h], self._flows[h], self._rates[h]
+        has_one_pd = len(home.region.pd_clusters) == 1
+        for i, route in enumerate(self.routes[h]):
+            needs = self.needs[h, i] = {}
+            for name, capacity, need in _needs(home, classes, route, uplinks):
+                self.capacities[name] = capacity
+                # Without any capacity, numbers of the size of 1 are still easier for the solver.
+                scale = 1.0 if name[0] == "local" else capacity or float(need.max()) or 1.0
+                needs[name] = np.broadcast_to(need / scale, classes.shares.shape)
+                self._parts.add(name, capacity / scale, flows[i], needs[name])
+                # Several sources wait less for each other's queues, if that is as good.
+                if name[0] == "prefill" and has_one_pd:
+                    self._parts.add(("even", h, i), 0.0, flows[i], needs[name])
+                    self._parts.add(("even", h, i), 0.0, self._evens[h], -1.0)
+            # Among equal plans, little over links, and the longer prompts over later routes, so
+            # that each has few ranges of lengths.
+            longer = np.cumsum(classes.shares) * i / len(flows)
+            self._cost[flows[i]] = _TASTE * ((route.link is not None) - longer) / home.rate_rps
+        self._cost[self._evens[h]] = _TASTE
+        for c, share in enumerate(classes.shares):
+            columns = [*flows[:, c], rate]
+            self._balances.add((h, c), 0.0, columns, [*np.ones(len(flows)), -share])
+        for pd in home.region.pd_clusters:
+            for kind, sign in (("local", -1), ("decode", 1 / (pd.num_instances or 1))):
+                self._parts.add((kind, pd.name, home.model), 0.0, self._counts[h, pd.name], sign)
+        self._parts.add(("level", h), 0.0, [self._level, rate], [1.0, -1.0 / home.rate_rps])
+
+
+def _needs(
+    home: Home, classes: Classes, route: Route, uplinks: Sequence[Uplink]
+) -> Iterator[tuple[PartName, float, Floats]]:
+    """Each part that a route uses: its name, what there is of it, and what a request of each class
+    needs. What PD clusters prefill with is N_p, which the program finds.
+    """
+    region, source, target, link = home.region, route.source, route.target, route.link
+    slot_s = target.step_s * region.traffic.output_tokens / target.batch_size
+    yield ("decode", target.name, home.model), target.num_instances, np.array(slot_s)
+    seconds = classes.means(source.prefill)
+    if link is None:
+        yield ("local", target.name, home.model), 0.0, seconds
+        if math.isfinite(target.encode_rps):
+            yield ("encode", target.name, home.model), target.encode_rps, np.array(1.0)
+        return
+    yield ("prefill", source.name, home.model), source.num_instances, seconds
+    nbytes = classes.means(region.kv.size)
+    yield ("link", link.name, ""), link.bytes_per_s, nbytes
+    for uplink in uplinks:
+        if uplink.carries(link):
+            yield ("uplink", uplink.name, ""), uplink.bytes_per_s, nbytes
