@@ -101,13 +101,12 @@ def routes_of(region: Region) -> list[Route]:
 class Resource:
     """A part of the region that can be the bottleneck.
 
-    `capacity` is instance-seconds per second for instances, bytes per second for a link, and
-    requests/s for an encode stage. `need` is how much of it one request takes on average, over all
-    requests.
+    `capacity` is instance-seconds per second for instances, and bytes per second for a link. `need`
+    is how much of it one request takes on average, over all requests.
     """
 
     kind: str
-    """prefill, link, encode or decode."""
+    """prefill, link or decode."""
     name: str
     capacity: float
     need: float
@@ -181,10 +180,7 @@ class Plan:
             if route.link is not None:
                 size = self.region.kv.size
                 add("link", route.link.name, route.link.bytes_per_s, [index], size)
-        for index, pd in enumerate(self.region.pd_clusters):
-            # Local routes come first, in the order of the PD clusters.
-            if math.isfinite(pd.encode_rps):
-                add("encode", pd.name, pd.encode_rps, [index], _ONE)
+        for pd in self.region.pd_clusters:
             num = pd.num_instances - self.num_prefill[pd.name]
             used = [i for i, r in enumerate(self.routes) if r.target.name == pd.name]
             # Equation 5 per slot: how long one request holds its share of an instance.

@@ -5,7 +5,6 @@ These are values only. Prices are in any one currency. They know no files, engin
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
@@ -41,10 +40,6 @@ class PdClusterModel:
     price_per_instance_hour: float = 0.0
     decode_memory_bytes: float | None = None
     """The KVCache that one decode instance has room for, landings included; None: no limit."""
-    encode_rps: float = math.inf
-    """The requests that are prefilled here whose media can be encoded, requests/s. Instances that
-    encode are none of `num_instances`.
-    """
 
 
 Cluster = PrefillClusterModel | PdClusterModel

@@ -8,9 +8,9 @@ Prompts are divided into classes by their length. The variables are
     level     the least rate of a home over its demand; it is maximised
 
 Every part of the region is a row: what the flows need of it is at most what it has. These are
-equations 3 to 5 of PrfaaS for any number of clusters, and uplinks and encode stages are rows like
-the others. Because flows are rates, and not shares of a rate, N_p is linear as well. A region
-without homes is one home that demands one request a second, so that its level is its rate.
+equations 3 to 5 of PrfaaS for any number of clusters, and uplinks are rows like the others. Because
+flows are rates, and not shares of a rate, N_p is linear as well. A region without homes is one home
+that demands one request a second, so that its level is its rate.
 
 The mode is always `exact`. Needs scipy (extras `gateway` and `plan`). One pair of clusters is
 planned without it: `threshold_search` divides no prompts of equal length, as a threshold must.
@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
@@ -40,7 +41,7 @@ CountName: TypeAlias = tuple[int, str]
 
 MIN_CLASSES: Final = 12
 MAX_CLASSES: Final = 200
-NUM_FLOWS: Final = 2000
+NUM_FLOWS: Final = 1200
 """About so many flows are planned with: the more routes, the fewer classes."""
 NUM_FLOWS_OF_DIVISION: Final = 480
 """The same while whole numbers are searched, which depend little on the classes."""
@@ -90,7 +91,7 @@ def _best_flows(region: Region, *, whole: bool, bounds: Bounds | None) -> Plan:
         (0, pd.name): (0, pd.num_instances) if bounds is None else bounds[pd.name]
         for pd in region.pd_clusters
     }
-    if whole:
+    if whole and any(least < most for least, most in counts.values()):
         coarse = Program(homes, num_flows=NUM_FLOWS_OF_DIVISION)
         found = coarse.solve(counts, whole=True)
         counts = {name: (round(n), round(n)) for name, n in found.num_prefill.items()}
@@ -117,30 +118,12 @@ class Solution:
     prices: Floats
 
 
-class _Rows:
-    """Rows of a sparse matrix by their names, each with the most that it may add up to."""
-
-    def __init__(self) -> None:
-        self.places: dict[Any, int] = {}
-        self.limits: list[float] = []
-        self._entries: list[list[NDArray[Any]]] = []
-
-    def add(self, name: Any, limit: float, columns: ArrayLike, values: ArrayLike) -> None:
-        """Let columns count in a row, each with its value."""
-        row = self.places.setdefault(name, len(self.limits))
-        if row == len(self.limits):
-            self.limits.append(limit)
-        self._entries.append([np.ravel(each) for each in np.broadcast_arrays(row, columns, values)])
-
-    def matrix(self, num_columns: int) -> Any:
-        from scipy.sparse import coo_matrix
-
-        rows, columns, values = (np.concatenate(part) for part in zip(*self._entries, strict=True))
-        return coo_matrix((values, (rows, columns)), (len(self.limits), num_columns)).tocsr()
-
-
 class Program:
-    """The linear program of some homes and of the uplinks that they share."""
+    """The linear program of some homes and of the uplinks that they share.
+
+    Every row says that a sum is at most a limit. The level and the rates are only held back by what
+    the flows need, so that it does no harm that a row lets flows be more than the rate.
+    """
 
     def __init__(
         self, homes: Sequence[Home], uplinks: Sequence[Uplink] = (), *, num_flows: int
@@ -166,11 +149,11 @@ class Program:
         (self._level,) = self._columns(1).tolist()
         self._cost = np.zeros(self._num_columns)
         self._cost[self._level] = -1
-        self._parts, self._balances = _Rows(), _Rows()
+        self._rows: dict[Any, int] = {}
+        self._limits: list[float] = []
+        self._entries: list[list[NDArray[Any]]] = []
         for h in range(len(homes)):
             self._add_home(h, uplinks)
-        self._limits = np.array(self._parts.limits)
-        self._matrices = [each.matrix(self._num_columns) for each in (self._parts, self._balances)]
 
     def solve(
         self,
@@ -189,18 +172,18 @@ class Program:
         bounds = np.stack([np.zeros(self._num_columns), np.full(self._num_columns, np.inf)], axis=1)
         for name, count in self._counts.items():
             bounds[count] = counts[name]
-        limits = self._limits.copy()
-        levels = [self._parts.places["level", h] for h in range(len(self.homes))]
+        limits = np.array(self._limits)
+        levels = [self._rows["level", h] for h in range(len(self.homes))]
         for h, level in held.items():
             # The last digits of a level may be the solver's rounding.
             bounds[self._rates[h], 0] = level * self.homes[h].rate_rps * (1 - 1e-7)
             limits[levels[h]] = _NO_LIMIT
         is_whole = np.zeros(self._num_columns)
         is_whole[list(self._counts.values())] = whole
-        (parts, balances), (num_balances, _) = self._matrices, self._matrices[1].shape
         found = linprog(
             self._cost,
-            *(parts, limits, balances, np.zeros(num_balances)),
+            self._matrix,
+            limits,
             bounds=bounds,
             integrality=is_whole if whole else None,
         )
@@ -213,10 +196,24 @@ class Program:
             np.zeros(len(levels)) if whole else -found.ineqlin.marginals[levels],
         )
 
+    @cached_property
+    def _matrix(self) -> Any:
+        from scipy.sparse import coo_matrix
+
+        rows, columns, values = (np.concatenate(part) for part in zip(*self._entries, strict=True))
+        return coo_matrix((values, (rows, columns)), (len(self._limits), self._num_columns)).tocsr()
+
     def _columns(self, *shape: int) -> NDArray[np.intp]:
         start = self._num_columns
         self._num_columns += math.prod(shape)
         return np.arange(start, self._num_columns).reshape(shape)
+
+    def _add(self, name: Any, columns: ArrayLike, values: ArrayLike, limit: float = 0.0) -> None:
+        """Let columns count in the row of a name, each with its value."""
+        row = self._rows.setdefault(name, len(self._limits))
+        if row == len(self._limits):
+            self._limits.append(limit)
+        self._entries.append([np.ravel(each) for each in np.broadcast_arrays(row, columns, values)])
 
     def _add_home(self, h: int, uplinks: Sequence[Uplink]) -> None:
         home, classes, flows, rate = self.homes[h], self.classes[h], self._flows[h], self._rates[h]
@@ -224,27 +221,27 @@ class Program:
         for i, route in enumerate(self.routes[h]):
             needs = self.needs[h, i] = {}
             for name, capacity, need in _needs(home, classes, route, uplinks):
-                self.capacities[name] = capacity
                 # Without any capacity, numbers of the size of 1 are still easier for the solver.
                 scale = 1.0 if name[0] == "local" else capacity or float(need.max()) or 1.0
+                self.capacities[name] = capacity
                 needs[name] = np.broadcast_to(need / scale, classes.shares.shape)
-                self._parts.add(name, capacity / scale, flows[i], needs[name])
+                self._add(name, flows[i], needs[name], capacity / scale)
                 # Several sources wait less for each other's queues, if that is as good.
                 if name[0] == "prefill" and has_one_pd:
-                    self._parts.add(("even", h, i), 0.0, flows[i], needs[name])
-                    self._parts.add(("even", h, i), 0.0, self._evens[h], -1.0)
+                    self._add(("even", h, i), flows[i], needs[name])
+                    self._add(("even", h, i), self._evens[h], -1.0)
             # Among equal plans, little over links, and the longer prompts over later routes, so
             # that each has few ranges of lengths.
             longer = np.cumsum(classes.shares) * i / len(flows)
-            self._cost[flows[i]] = _TASTE * ((route.link is not None) - longer) / home.rate_rps
+            self._cost[flows[i]] = _TASTE * (1 + (route.link is not None) - longer) / home.rate_rps
         self._cost[self._evens[h]] = _TASTE
         for c, share in enumerate(classes.shares):
-            columns = [*flows[:, c], rate]
-            self._balances.add((h, c), 0.0, columns, [*np.ones(len(flows)), -share])
+            self._add(("class", h, c), [rate, *flows[:, c]], [share, *-np.ones(len(flows))])
         for pd in home.region.pd_clusters:
-            for kind, sign in (("local", -1), ("decode", 1 / (pd.num_instances or 1))):
-                self._parts.add((kind, pd.name, home.model), 0.0, self._counts[h, pd.name], sign)
-        self._parts.add(("level", h), 0.0, [self._level, rate], [1.0, -1.0 / home.rate_rps])
+            count = self._counts[h, pd.name]
+            self._add(("local", pd.name, home.model), count, -1.0)
+            self._add(("decode", pd.name, home.model), count, 1 / (pd.num_instances or 1))
+        self._add(("level", h), [self._level, rate], [1.0, -1 / home.rate_rps])
 
 
 def _needs(
@@ -259,8 +256,6 @@ def _needs(
     seconds = classes.means(source.prefill)
     if link is None:
         yield ("local", target.name, home.model), 0.0, seconds
-        if math.isfinite(target.encode_rps):
-            yield ("encode", target.name, home.model), target.encode_rps, np.array(1.0)
         return
     yield ("prefill", source.name, home.model), source.num_instances, seconds
     nbytes = classes.means(region.kv.size)

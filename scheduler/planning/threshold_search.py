@@ -84,8 +84,6 @@ def search_thresholds(
     nothing = np.where(split.offload_fraction > 0, 0.0, np.inf)
     remote: Floats = np.sum(_offloaded_rps(region, mode, split) or [nothing], axis=0)
     local = pd_prefill_rps(columns[None, :], local_mean(mode, pd.prefill, lengths, split)[:, None])
-    # Media of what is prefilled here are encoded here.
-    local = np.minimum(local, pd.encode_rps)
     decode = pd_decode_rps(
         pd.num_instances - columns, pd.batch_size, pd.step_s, region.traffic.output_tokens
     )

@@ -1,15 +1,18 @@
 """How many instances of a PD cluster encode: the part of the long-term loop for the encode stage.
 
 An `EncodeStage` has the instances that encode, those that could, and what a request's media cost:
-on an instance that encodes, and on one that prefills. The stage is to carry all media of what the
-cluster prefills, so that a prompt waits for its turn while they are encoded: it is one more part of
-the region that can be the bottleneck (`PdClusterModel.encode_rps`). Without any instance that
-encodes, each prefill takes `own_s` longer instead.
+on an instance that encodes, and on one that prefills. The stage is to carry all media, so that a
+prompt waits for its turn while they are encoded:
 
-`EncodeSearch` finds the number that encodes with the highest throughput, and the next step towards
-it: one instance from or to the role where that gains most. The rules for taking the step are those
-of `loop`. What a stage that is too small does not encode in time, the instances that prefill do
-(`left_share`).
+    rps(N_e) = min(rps of the other instances, divided as is best, N_e / (stage_s local))
+
+`local` is the share of requests that the cluster prefills itself. The threshold takes no account of
+the stage: it would send media to prefill clusters, whose stages no plan knows. Without any instance
+that encodes, each prefill takes `own_s` longer instead.
+
+`EncodeSearch` finds the N_e with the highest rps, and the next step towards it: one instance from
+or to the role where that gains most. The rules for taking the step are those of `loop`. What a
+stage that is too small does not encode in time, the instances that prefill do (`left_share`).
 
 Pure, without a clock. This file does not know how demand or times are measured.
 """
@@ -64,15 +67,13 @@ class EncodeStage:
 
 @dataclass(frozen=True)
 class EncodePlan:
-    """A plan for the instances that do not encode, beside `num_encode` that do."""
+    """A plan for the instances that do not encode, beside `num_encode` that do. Together they
+    sustain `rps` requests/s.
+    """
 
     plan: Plan
     num_encode: int
-
-    @cached_property
-    def rps(self) -> float:
-        """What they sustain together, requests/s."""
-        return self.plan.system_rps(Mode.EXACT)
+    rps: float
 
 
 @dataclass(frozen=True)
@@ -150,13 +151,16 @@ class EncodeSearch:
 
     def _planned(self, way: int, least: int, most: int) -> EncodePlan:
         """The best plan with so many more that encode, and N_p within bounds."""
-        stage, (pd,) = self.stage, self.region.pd_clusters
-        num = stage.num_encode + way
-        rps = num / stage.stage_s if num and stage.stage_s > 0 else math.inf
-        there = replace(pd, num_instances=pd.num_instances - way, encode_rps=rps)
-        region = replace(self.region, pd_clusters=(there,))
-        region = region if num else raised(region, stage.own_s)
-        return EncodePlan(best_plan(region, bounds={pd.name: (least, most)}), num)
+        (pd,), num_encode = self.region.pd_clusters, self.stage.num_encode + way
+        others = replace(pd, num_instances=pd.num_instances - way)
+        region = replace(self.region, pd_clusters=(others,))
+        if not num_encode:
+            region = raised(region, self.stage.own_s)
+        plan = best_plan(region, bounds={pd.name: (least, most)})
+        rps, need_s = plan.system_rps(Mode.EXACT), self.stage.stage_s * _local_share(plan)
+        if num_encode and need_s > 0:
+            rps = min(rps, num_encode / need_s)
+        return EncodePlan(plan, num_encode, rps)
 
 
 @dataclass(frozen=True)
@@ -230,9 +234,7 @@ def _holds(search: EncodeSearch, way: int, role: OtherRole) -> bool:
 
 
 def raised(region: Region, seconds: float) -> Region:
-    """The region with prefills of its PD cluster that take so much longer, whatever their
-    length.
-    """
+    """The region with prefills of its PD cluster that take so much longer."""
     (pd,) = region.pd_clusters
     return replace(region, pd_clusters=(replace(pd, prefill=pd.prefill.raised(seconds)),))
 

@@ -78,14 +78,6 @@ def test_every_link_and_every_cluster_is_a_limit_of_its_own() -> None:
     }
 
 
-def test_an_encode_stage_is_a_limit_of_what_is_prefilled_beside_it() -> None:
-    links = (Link("far", "near", 100.0), Link("far", "other", 1e6))
-    staged = (replace(NEAR, encode_rps=0.75), OTHER)
-    plan = plan_at(region(*links, pds=staged), {"near": 2, "other": 2})
-    assert sent_rps(plan)["near"] == 0.75
-    assert "encode" in {part.kind for part in plan.bottlenecks(Mode.EXACT)}
-
-
 def test_among_equal_plans_the_one_that_sends_least_is_taken() -> None:
     """Decode allows 4 requests a second at each; both places could prefill more of them."""
     links = (Link("far", "near", 1e6), Link("far", "other", 1e6))
