@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -111,11 +111,9 @@ def _shares(
     if not any(sources_of(home.region) for home in homes):
         return {home.key: home.region for home in homes}
     program = Program(homes, uplinks, num_flows=NUM_FLOWS)
-    found = _fair(program, whole=whole)
-    used = _used(program, _same_mix(program, found.flows))
-    total, asked = Counter[PartName](), Counter[PartName]()
+    used = _used_by(program, _fair_flows(program, whole=whole))
+    total, asked = _sum_of(used), Counter[PartName]()
     for (h, _), parts in used.items():
-        total.update(parts)
         asked.update(dict.fromkeys(parts, homes[h].rate_rps))
     regions = {home.key: home.region for home in homes}
     for (h, i), parts in used.items():
@@ -131,53 +129,50 @@ def _shares(
     return regions
 
 
-def _fair(program: Program, *, whole: bool) -> Solution:
-    """The flows at the max-min fair level of each home."""
-    pds = [(home, home.region.pd_clusters[0]) for home in program.homes]
-    bounds: dict[CountName, tuple[float, float]] = {
-        (h, pd.name): home.bounds or (0, max(0, pd.num_instances - whole))
-        for h, (home, pd) in enumerate(pds)
-    }
+def _fair_flows(program: Program, *, whole: bool) -> list[Floats]:
+    """The flows of each home at its max-min fair level."""
+    bounds: dict[CountName, tuple[float, float]] = {}
+    for h, home in enumerate(program.homes):
+        (pd,) = home.region.pd_clusters
+        bounds[h, pd.name] = home.bounds or (0, max(0, pd.num_instances - whole))
     held: dict[int, float] = {}
     for _ in range(MAX_LEVELS):
-        found = _highest(program, bounds, held, whole=whole)
-        rising = set(range(len(program.homes))) - held.keys()
-        stuck = {h for h in rising if found.prices[h] > _NO_PRICE} or rising
-        held |= dict.fromkeys(stuck, found.level)
+        found = program.solve(bounds, held)
         if whole:
-            names = [(h, pds[h][1].name) for h in stuck]
-            bounds |= {name: (found.num_prefill[name],) * 2 for name in names}
-        if len(held) == len(program.homes):
+            found = _highest(program, bounds, held, found.level)
+        rising = {(h, pd) for h, pd in bounds if h not in held}
+        stuck = {(h, pd) for h, pd in rising if found.prices[h] > _NO_PRICE} or rising
+        for name in stuck:
+            held[name[0]] = found.level
+            if whole:
+                bounds[name] = (found.num_prefill[name],) * 2
+        if stuck == rising:
             break
-    return found
+    return found.flows
 
 
 def _highest(
     program: Program,
     bounds: Mapping[CountName, tuple[float, float]],
     held: Mapping[int, float],
-    *,
-    whole: bool,
+    high: float,
 ) -> Solution:
-    """The flows with the highest level of the homes that are not held.
+    """The flows with the highest level, at most `high`, of the homes that are not held.
 
     At a given level a home decodes with as few instances as will do. So of whole N_p, only the
     highest ones for some level can be the best, and a search over levels finds them in fewer
     programs than a search over N_p, however many homes there are.
     """
-    found = program.solve(bounds, held)
-    if not whole:
-        return found
     tried: dict[tuple[int, ...], Solution] = {}
 
     def at(level: float) -> Solution:
-        counts = _most_prefill(program, bounds, held, level)
+        counts = _most_prefill(program, bounds, level)
         key = tuple(counts.values())
         if key not in tried:
             tried[key] = program.solve({name: (n, n) for name, n in counts.items()}, held)
         return tried[key]
 
-    low, high, level = 0.0, found.level, found.level
+    low, level = 0.0, high
     while high - low > PRECISION * high:
         reached = at(level).level
         if reached >= level * (1 - _ROUNDING):
@@ -190,70 +185,61 @@ def _highest(
 
 
 def _most_prefill(
-    program: Program,
-    bounds: Mapping[CountName, tuple[float, float]],
-    held: Mapping[int, float],
-    level: float,
+    program: Program, bounds: Mapping[CountName, tuple[float, float]], level: float
 ) -> dict[CountName, int]:
-    """The most instances of each home that can prefill at this level; of those that are held, the
-    present ones.
-    """
+    """The most instances of each home that can prefill at this level, within bounds."""
     counts = {}
-    for name, (least, most) in bounds.items():
-        home = program.homes[name[0]]
-        (pd,) = home.region.pd_clusters
-        busy = level * home.rate_rps * pd.step_s * home.region.traffic.output_tokens / pd.batch_size
+    for (h, name), (least, most) in bounds.items():
+        rate_rps, region = level * program.homes[h].rate_rps, program.homes[h].region
+        (pd,) = region.pd_clusters
+        busy = rate_rps * pd.step_s * region.traffic.output_tokens / pd.batch_size
         # Rounding must not ask for one instance more.
         num = pd.num_instances - math.ceil(busy - _ROUNDING)
-        counts[name] = round(most if name[0] in held else max(least, min(most, num)))
+        counts[h, name] = round(max(least, min(most, num)))
     return counts
 
 
-def _used(
-    program: Program, flows: Sequence[Floats]
-) -> dict[tuple[int, int], dict[PartName, float]]:
-    """The share of each shared part that a home uses over each of its links."""
+_Used: TypeAlias = dict[tuple[int, int], dict[PartName, float]]
+"""The share of each shared part that is used, by home and route."""
+
+
+def _used_by(program: Program, flows: Sequence[Floats]) -> _Used:
+    """What these flows use: with the same mix of lengths from all sources of a home, where that
+    uses hardly more of anything. With one threshold, prompts go where they are soonest, and not by
+    length.
+    """
+    used: _Used = {}
+    for h, flow in enumerate(flows):
+        used |= _used_of(program, h, flow)
+    for h, flow in enumerate(flows):
+        mixed = used | _used_of(program, h, _same_mix(program, h, flow))
+        if max(_sum_of(mixed).values()) <= 1 + SAME_MIX_COSTS:
+            used = mixed
+    return used
+
+
+def _used_of(program: Program, h: int, flow: Floats) -> _Used:
     return {
-        (h, i): {
-            name: float(need @ flows[h][i])
-            for name, need in needs.items()
-            if name[0] in ("prefill", "link", "uplink")
-        }
-        for (h, i), needs in program.needs.items()
-        if program.routes[h][i].link is not None
+        (h, i): {name: float(need @ flow[i]) for name, need in needs.items()}
+        for i, needs in program.needs[h].items()
     }
 
 
-def _same_mix(program: Program, flows: Sequence[Floats]) -> list[Floats]:
-    """The flows with the same mix of lengths from all sources of a home, where that uses hardly
-    more of anything: with one threshold, prompts go where they are soonest, and not by length.
-    """
-    found = list(flows)
-    for h, routes in enumerate(program.routes):
-        remote = [i for i, route in enumerate(routes) if route.link is not None]
-        offloaded = flows[h][remote].sum(axis=0)
-        work = np.array(
-            [
-                _prefill(program, h, i) @ flows[h][i] / (_prefill(program, h, i) @ offloaded or 1.0)
-                for i in remote
-            ]
-        )
-        if not work.any():
-            continue
-        mixed = flows[h].copy()
-        mixed[remote] = np.outer(work / work.sum(), offloaded)
-        tried = [*found[:h], mixed, *found[h + 1 :]]
-        total = Counter[PartName]()
-        for parts in _used(program, tried).values():
-            total.update(parts)
-        if max(total.values()) <= 1 + SAME_MIX_COSTS:
-            found = tried
-    return found
+def _sum_of(used: _Used) -> Counter[PartName]:
+    total = Counter[PartName]()
+    for parts in used.values():
+        total.update(parts)
+    return total
 
 
-def _prefill(program: Program, h: int, i: int) -> Floats:
-    """The share of its source that each class needs over a route."""
-    return next(need for name, need in program.needs[h, i].items() if name[0] == "prefill")
+def _same_mix(program: Program, h: int, flow: Floats) -> Floats:
+    """The flow with each source working as much as before, but for all lengths alike."""
+    offloaded, work = flow[list(program.needs[h])].sum(axis=0), np.zeros(len(flow))
+    for i, needs in program.needs[h].items():
+        need = needs["prefill", program.routes[h][i].source.name, program.homes[h].model]
+        work[i] = need @ flow[i] / (need @ offloaded or 1.0)
+    mixed = np.outer(work / (work.sum() or 1.0), offloaded)
+    return np.where(work[:, None] > 0, mixed, flow)
 
 
 def _sized(region: Region, source: str, sizes: Mapping[str, float]) -> Region:

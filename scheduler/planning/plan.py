@@ -244,7 +244,8 @@ class Plan:
         """
         instances = sum(c.num_instances * c.price_per_instance_hour for c in self.region.clusters)
         egress = self.link_bytes_per_s(Mode.EXACT, rate_rps)
-        per_s = sum(link.price_per_gb * egress[link.name] for link in self.region.links)
+        # Links of other models' clusters carry nothing.
+        per_s = sum(link.price_per_gb * egress.get(link.name, 0.0) for link in self.region.links)
         return instances + per_s * 3600 / 1e9
 
     def empty_ttft(self) -> Ttft:

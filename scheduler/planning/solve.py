@@ -134,8 +134,8 @@ class Program:
         num = min(max(num, MIN_CLASSES), MAX_CLASSES)
         self.classes = [Classes.even(home.region.traffic.lengths, num) for home in homes]
         self.capacities: dict[PartName, float] = {}
-        self.needs: dict[tuple[int, int], dict[PartName, Floats]] = {}
-        """The share of each part that 1 request/s of each class uses, by home and route."""
+        self.needs: list[dict[int, dict[PartName, Floats]]] = [{} for _ in homes]
+        """The share of each shared part that 1 request/s of each class uses, by home and route."""
         self._num_columns = 0
         self._flows = [
             self._columns(len(routes), len(classes.shares))
@@ -176,7 +176,7 @@ class Program:
         levels = [self._rows["level", h] for h in range(len(self.homes))]
         for h, level in held.items():
             # The last digits of a level may be the solver's rounding.
-            bounds[self._rates[h], 0] = level * self.homes[h].rate_rps * (1 - 1e-7)
+            bounds[self._rates[h], 0] = level * self.homes[h].rate_rps * (1 - 1e-6)
             limits[levels[h]] = _NO_LIMIT
         is_whole = np.zeros(self._num_columns)
         is_whole[list(self._counts.values())] = whole
@@ -218,17 +218,25 @@ class Program:
     def _add_home(self, h: int, uplinks: Sequence[Uplink]) -> None:
         home, classes, flows, rate = self.homes[h], self.classes[h], self._flows[h], self._rates[h]
         has_one_pd = len(home.region.pd_clusters) == 1
+        for pd in home.region.pd_clusters:
+            count, num = self._counts[h, pd.name], pd.num_instances
+            self._add(("local", h, pd.name), count, -1.0)
+            self._add(("decode", h, pd.name), count, 1.0, num)
         for i, route in enumerate(self.routes[h]):
-            needs = self.needs[h, i] = {}
-            for name, capacity, need in _needs(home, classes, route, uplinks):
+            pd = route.target
+            slot_s = pd.step_s * home.region.traffic.output_tokens / pd.batch_size
+            self._add(("decode", h, pd.name), flows[i], slot_s)
+            if route.link is None:
+                self._add(("local", h, pd.name), flows[i], classes.means(pd.prefill))
+            for name, capacity, need in _shared_needs(home, classes, route, uplinks):
                 # Without any capacity, numbers of the size of 1 are still easier for the solver.
-                scale = 1.0 if name[0] == "local" else capacity or float(need.max()) or 1.0
+                scale = capacity or float(need.max()) or 1.0
                 self.capacities[name] = capacity
-                needs[name] = np.broadcast_to(need / scale, classes.shares.shape)
-                self._add(name, flows[i], needs[name], capacity / scale)
+                self.needs[h].setdefault(i, {})[name] = need / scale
+                self._add(name, flows[i], need / scale, capacity / scale)
                 # Several sources wait less for each other's queues, if that is as good.
                 if name[0] == "prefill" and has_one_pd:
-                    self._add(("even", h, i), flows[i], needs[name])
+                    self._add(("even", h, i), flows[i], need / scale)
                     self._add(("even", h, i), self._evens[h], -1.0)
             # Among equal plans, little over links, and the longer prompts over later routes, so
             # that each has few ranges of lengths.
@@ -237,28 +245,20 @@ class Program:
         self._cost[self._evens[h]] = _TASTE
         for c, share in enumerate(classes.shares):
             self._add(("class", h, c), [rate, *flows[:, c]], [share, *-np.ones(len(flows))])
-        for pd in home.region.pd_clusters:
-            count = self._counts[h, pd.name]
-            self._add(("local", pd.name, home.model), count, -1.0)
-            self._add(("decode", pd.name, home.model), count, 1 / (pd.num_instances or 1))
         self._add(("level", h), [self._level, rate], [1.0, -1 / home.rate_rps])
 
 
-def _needs(
+def _shared_needs(
     home: Home, classes: Classes, route: Route, uplinks: Sequence[Uplink]
 ) -> Iterator[tuple[PartName, float, Floats]]:
-    """Each part that a route uses: its name, what there is of it, and what a request of each class
-    needs. What PD clusters prefill with is N_p, which the program finds.
+    """The parts that a route may share with others: the name of each, what there is of it, and what
+    a request of each class needs.
     """
-    region, source, target, link = home.region, route.source, route.target, route.link
-    slot_s = target.step_s * region.traffic.output_tokens / target.batch_size
-    yield ("decode", target.name, home.model), target.num_instances, np.array(slot_s)
-    seconds = classes.means(source.prefill)
+    source, link = route.source, route.link
     if link is None:
-        yield ("local", target.name, home.model), 0.0, seconds
         return
-    yield ("prefill", source.name, home.model), source.num_instances, seconds
-    nbytes = classes.means(region.kv.size)
+    yield ("prefill", source.name, home.model), source.num_instances, classes.means(source.prefill)
+    nbytes = classes.means(home.region.kv.size)
     yield ("link", link.name, ""), link.bytes_per_s, nbytes
     for uplink in uplinks:
         if uplink.carries(link):
