@@ -12,8 +12,7 @@ highest level that all homes can have. Homes that hold it up stay there, and the
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -28,6 +27,9 @@ from scheduler.planning.solve import CountName, PartName, Program, Solution, bes
 from scheduler.planning.threshold_search import sources_of
 from scheduler.planning.throughput import Mode
 
+_Used: TypeAlias = dict[tuple[int, int], dict[PartName, float]]
+"""The share of each shared part that is used, by home and route."""
+
 NUM_FLOWS: Final = 1000
 PRECISION: Final = 1e-4
 """How exactly levels are found, as a share of them."""
@@ -38,6 +40,7 @@ SAME_MIX_COSTS: Final = 0.002
 _NO_PRICE: Final = 1e-4
 """A lower price is one of tastes, not of the level."""
 _ROUNDING: Final = 1e-6
+"""Shares and levels that differ less are the same, because the solver is no more exact."""
 _LEAST_DEMAND: Final = 1e-3
 """The demand assumed of a home without any, as a share of the highest demand."""
 
@@ -112,15 +115,15 @@ def _shares(
         return {home.key: home.region for home in homes}
     program = Program(homes, uplinks, num_flows=NUM_FLOWS)
     used = _used_by(program, _fair_flows(program, whole=whole))
-    total, asked = _sum_of(used), Counter[PartName]()
-    for (h, _), parts in used.items():
-        asked.update(dict.fromkeys(parts, homes[h].rate_rps))
+    total = _sum_of(used.values())
+    asked = _sum_of(dict.fromkeys(parts, homes[h].rate_rps) for (h, _), parts in used.items())
     regions = {home.key: home.region for home in homes}
     for (h, i), parts in used.items():
         sizes: dict[str, float] = {}
         for name, share in parts.items():
             # What is left over is divided like what is used, or by demand where nothing is used.
-            part = share / total[name] if total[name] else homes[h].rate_rps / asked[name]
+            is_used = total[name] > _ROUNDING
+            part = share / total[name] if is_used else homes[h].rate_rps / asked[name]
             part = part if part > _ROUNDING else 0.0
             kind = "prefill" if name[0] == "prefill" else "link"
             sizes[kind] = min(part * program.capacities[name], sizes.get(kind, math.inf))
@@ -145,7 +148,7 @@ def _fair_flows(program: Program, *, whole: bool) -> list[Floats]:
         for name in stuck:
             held[name[0]] = found.level
             if whole:
-                bounds[name] = (found.num_prefill[name],) * 2
+                bounds[name] = found.num_prefill[name], found.num_prefill[name]
         if stuck == rising:
             break
     return found.flows
@@ -199,10 +202,6 @@ def _most_prefill(
     return counts
 
 
-_Used: TypeAlias = dict[tuple[int, int], dict[PartName, float]]
-"""The share of each shared part that is used, by home and route."""
-
-
 def _used_by(program: Program, flows: Sequence[Floats]) -> _Used:
     """What these flows use: with the same mix of lengths from all sources of a home, where that
     uses hardly more of anything. With one threshold, prompts go where they are soonest, and not by
@@ -213,7 +212,7 @@ def _used_by(program: Program, flows: Sequence[Floats]) -> _Used:
         used |= _used_of(program, h, flow)
     for h, flow in enumerate(flows):
         mixed = used | _used_of(program, h, _same_mix(program, h, flow))
-        if max(_sum_of(mixed).values()) <= 1 + SAME_MIX_COSTS:
+        if max(_sum_of(mixed.values()).values()) <= 1 + SAME_MIX_COSTS:
             used = mixed
     return used
 
@@ -225,10 +224,11 @@ def _used_of(program: Program, h: int, flow: Floats) -> _Used:
     }
 
 
-def _sum_of(used: _Used) -> Counter[PartName]:
-    total = Counter[PartName]()
-    for parts in used.values():
-        total.update(parts)
+def _sum_of(used: Iterable[Mapping[PartName, float]]) -> dict[PartName, float]:
+    total: dict[PartName, float] = {}
+    for parts in used:
+        for name, share in parts.items():
+            total[name] = total.get(name, 0.0) + share
     return total
 
 

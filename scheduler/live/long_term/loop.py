@@ -339,14 +339,13 @@ class LongTermQuestion:
         mean.
         """
         current, adopted = self.current, self.adopted
-        if len(model.pd_clusters) == 1 and (
-            adopted is None or adopted.threshold_tokens is not None
-        ):
+        has_one = adopted is None or adopted.threshold_tokens is not None
+        if has_one and len(model.pd_clusters) == 1:
             # Clusters that the last plan sent nothing to have the longest prompt as threshold.
-            sources = [c.name for c in model.prefill_clusters if c.num_instances]
-            tokens = min((current.thresholds[name] for name in sources), default=None)
+            sources = {c.name for c in model.prefill_clusters if c.num_instances}
+            tokens = [t for name, t in current.thresholds.items() if name in sources]
             num_prefill = current.num_prefill[model.pd_clusters[0].name]
-            return None if tokens is None else threshold_plan(model, tokens, num_prefill)
+            return threshold_plan(model, min(tokens), num_prefill) if tokens else None
         try:
             kept = adopted and adopted.kept_in(model)
         # The adopted plan is for other clusters or links than the region has now.
