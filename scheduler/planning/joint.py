@@ -140,18 +140,18 @@ def _fair_flows(program: Program, *, whole: bool) -> list[Floats]:
         bounds[h, pd.name] = home.bounds or (0, max(0, pd.num_instances - whole))
     held: dict[int, float] = {}
     for _ in range(MAX_LEVELS):
-        found = program.solve(bounds, held)
+        best = program.solve(bounds, held)
         if whole:
-            found = _highest(program, bounds, held, found.level)
+            best = _highest(program, bounds, held, best.level)
         rising = {(h, pd) for h, pd in bounds if h not in held}
-        stuck = {(h, pd) for h, pd in rising if found.prices[h] > _NO_PRICE} or rising
+        stuck = {(h, pd) for h, pd in rising if best.prices[h] > _NO_PRICE} or rising
         for name in stuck:
-            held[name[0]] = found.level
+            held[name[0]] = best.level
             if whole:
-                bounds[name] = found.num_prefill[name], found.num_prefill[name]
+                bounds[name] = best.num_prefill[name], best.num_prefill[name]
         if stuck == rising:
             break
-    return found.flows
+    return best.flows
 
 
 def _highest(

@@ -45,6 +45,8 @@ NUM_FLOWS: Final = 1200
 """About so many flows are planned with: the more routes, the fewer classes."""
 NUM_FLOWS_OF_DIVISION: Final = 480
 """The same while whole numbers are searched, which depend little on the classes."""
+TIME_LIMIT_S: Final = 60.0
+"""No thread of a gateway works on one program for ever."""
 ONE_THRESHOLD_COSTS: Final = 0.002
 """The share of the throughput that is given up for one threshold of all prefill clusters."""
 _TASTE: Final = 1e-6
@@ -92,15 +94,14 @@ def _best_flows(region: Region, *, whole: bool, bounds: Bounds | None) -> Plan:
         for pd in region.pd_clusters
     }
     if whole and any(least < most for least, most in counts.values()):
-        coarse = Program(homes, num_flows=NUM_FLOWS_OF_DIVISION)
-        found = coarse.solve(counts, whole=True)
-        counts = {name: (round(n), round(n)) for name, n in found.num_prefill.items()}
+        coarse = Program(homes, num_flows=NUM_FLOWS_OF_DIVISION).solve(counts, whole=True)
+        counts = {name: (round(n), round(n)) for name, n in coarse.num_prefill.items()}
     program = Program(homes, num_flows=NUM_FLOWS)
-    found = program.solve(counts)
-    if found.level <= 0:
+    best = program.solve(counts)
+    if best.level <= 0:
         raise NoRouteError("nothing can be served: no PD cluster both gets prompts and decodes")
-    num_prefill = {name: n for (_, name), n in found.num_prefill.items()}
-    flow = found.flows[0] / found.level
+    num_prefill = {name: n for (_, name), n in best.num_prefill.items()}
+    flow = best.flows[0] / best.level
     return Plan(region, program.classes[0], np.where(flow > _NO_FLOW, flow, 0.0), num_prefill, None)
 
 
@@ -163,8 +164,8 @@ class Program:
         whole: bool = False,
     ) -> Solution:
         """The flows with the highest level of all homes but those that are `held` at a level. N_p
-        are within bounds, and whole numbers with `whole`. Raises `NoRouteError` if the solver
-        fails.
+        are within bounds, and whole numbers with `whole`. Raises `NoRouteError` if the solver fails
+        or takes too long.
         """
         # Imported here, since one pair of clusters needs no scipy.
         from scipy.optimize import linprog
@@ -180,20 +181,21 @@ class Program:
             limits[levels[h]] = _NO_LIMIT
         is_whole = np.zeros(self._num_columns)
         is_whole[list(self._counts.values())] = whole
-        found = linprog(
+        result = linprog(
             self._cost,
             self._matrix,
             limits,
             bounds=bounds,
             integrality=is_whole if whole else None,
+            options={"time_limit": TIME_LIMIT_S},
         )
-        if found.status != 0:
-            raise NoRouteError(f"the solver found no plan: {found.message}")
+        if result.status != 0:
+            raise NoRouteError(f"the solver found no plan: {result.message}")
         return Solution(
-            float(found.x[self._level]),
-            [np.maximum(found.x[flows], 0.0) for flows in self._flows],
-            {name: float(np.clip(found.x[n], *counts[name])) for name, n in self._counts.items()},
-            np.zeros(len(levels)) if whole else -found.ineqlin.marginals[levels],
+            float(result.x[self._level]),
+            [np.maximum(result.x[flows], 0.0) for flows in self._flows],
+            {name: float(np.clip(result.x[n], *counts[name])) for name, n in self._counts.items()},
+            np.zeros(len(levels)) if whole else -result.ineqlin.marginals[levels],
         )
 
     @cached_property

@@ -113,17 +113,17 @@ def best_threshold_plan(
         least, most = bounds[pd.name]
         columns = np.arange(least, most + 1)
     grid = threshold_grid(region)
-    found = search_thresholds(region, mode, grid, columns)
-    row, column = found.best
+    search = search_thresholds(region, mode, grid, columns)
+    row, column = search.best
     # One prefill term of equation 6 rises with t and the other falls (3.4.2), so the best
     # threshold lies between the neighbours of the best row.
     for _ in range(_REFINEMENTS):
         grid = np.unique(np.linspace(grid[max(row - 1, 0)], grid[min(row + 1, len(grid) - 1)], 101))
-        found = search_thresholds(region, mode, grid, found.num_prefill[column : column + 1])
-        row, column = found.best
+        search = search_thresholds(region, mode, grid, search.num_prefill[column : column + 1])
+        row, column = search.best
     # With all prompts offloaded, any threshold below the shortest is the same; 0 says it plainly.
-    tokens = 0.0 if found.split.offload_fraction[row] >= 1 else float(grid[row])
-    return threshold_plan(region, tokens, float(found.num_prefill[column]))
+    tokens = 0.0 if search.split.offload_fraction[row] >= 1 else float(grid[row])
+    return threshold_plan(region, tokens, float(search.num_prefill[column]))
 
 
 def threshold_plan(region: Region, threshold_tokens: float, num_prefill: float) -> Plan:
@@ -133,12 +133,8 @@ def threshold_plan(region: Region, threshold_tokens: float, num_prefill: float) 
     """
     (pd,), lengths = region.pd_clusters, region.traffic.lengths
     classes = Classes.at(lengths, [threshold_tokens])
-    rates = np.array(
-        [
-            float(rps[0])
-            for rps in _offloaded_rps(region, Mode.EXACT, Split.at(lengths, [threshold_tokens]))
-        ]
-    )
+    split = Split.at(lengths, [threshold_tokens])
+    rates = np.array([float(rps[0]) for rps in _offloaded_rps(region, Mode.EXACT, split)])
     # Without an offloaded prompt the rates are infinite, and with dead links they are 0.
     if not (np.isfinite(rates).all() and rates.any()):
         rates = np.ones(len(rates))

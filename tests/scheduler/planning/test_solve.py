@@ -14,6 +14,7 @@ from scheduler.planning.curves import Curve
 from scheduler.planning.lengths import EmpiricalLengths, LogNormalLengths
 from scheduler.planning.plan import NoRouteError, Plan
 from scheduler.planning.region_model import (
+    Home,
     KvSize,
     Link,
     PdClusterModel,
@@ -21,7 +22,7 @@ from scheduler.planning.region_model import (
     Region,
     Traffic,
 )
-from scheduler.planning.solve import best_plan, plan_at
+from scheduler.planning.solve import Program, best_plan, plan_at
 from scheduler.planning.throughput import Mode
 
 NEAR = PdClusterModel("near", 4, Curve.quadratic(1.0), batch_size=2, step_s=0.1)
@@ -121,6 +122,12 @@ def test_without_an_instance_to_decode_there_is_no_plan() -> None:
 def test_a_division_that_serves_nothing_is_no_plan() -> None:
     with pytest.raises(NoRouteError, match="nothing can be served"):
         plan_at(region(), {"near": 4, "other": 0})
+
+
+def test_what_the_solver_cannot_solve_is_no_plan() -> None:
+    program = Program([Home(region(), 1.0)], num_flows=20)
+    with pytest.raises(NoRouteError, match=r"the solver found no plan: .*infeasible"):
+        program.solve({(0, "near"): (0, 4), (0, "other"): (0, 4)}, held={0: 1e6})
 
 
 def test_a_dead_link_and_an_empty_prefill_cluster_carry_nothing() -> None:
