@@ -95,11 +95,11 @@ class EncodeSearch:
 
     @cached_property
     def best(self) -> EncodePlan:
-        """The best division. Of equals, it is the present one, which needs no conversion."""
+        """The best division. Of equals, the one that needs the fewest conversions."""
         num_others = sum(self._nums.values())
         tried = [
             self._planned(way, min(1, self.num_prefill), max(1, num_others - way - 1))
-            for way in self._ways
+            for way in sorted(self._ways, key=abs)
         ]
         return max(self.present, *tried, key=lambda item: item.rps)
 
