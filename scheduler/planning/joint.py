@@ -23,7 +23,7 @@ import numpy as np
 from scheduler.planning.lengths import Floats
 from scheduler.planning.plan import Plan
 from scheduler.planning.region_model import Home, HomeKey, Region, Uplink
-from scheduler.planning.solve import CountName, PartName, Program, Solution, best_plan
+from scheduler.planning.solve import ROUNDING, CountName, PartName, Program, best_plan
 from scheduler.planning.threshold_search import sources_of
 from scheduler.planning.throughput import Mode
 
@@ -31,16 +31,12 @@ _Used: TypeAlias = dict[tuple[int, int], dict[PartName, float]]
 """The share of each shared part that is used, by home and route."""
 
 NUM_FLOWS: Final = 1000
-PRECISION: Final = 1e-4
-"""How exactly levels are found, as a share of them."""
 MAX_LEVELS: Final = 8
 """How many times homes that cannot rise are told apart from those that can."""
 SAME_MIX_COSTS: Final = 0.002
 """How much more of a part may be used so that all sources of a home get the same mix of lengths."""
 _NO_PRICE: Final = 1e-4
 """A lower price is one of tastes, not of the level."""
-_ROUNDING: Final = 1e-6
-"""Shares and levels that differ less are the same, because the solver is no more exact."""
 _LEAST_DEMAND: Final = 1e-3
 """The demand assumed of a home without any, as a share of the highest demand."""
 
@@ -122,9 +118,9 @@ def _shares(
         sizes: dict[str, float] = {}
         for name, share in parts.items():
             # What is left over is divided like what is used, or by demand where nothing is used.
-            is_used = total[name] > _ROUNDING
+            is_used = total[name] > ROUNDING
             part = share / total[name] if is_used else homes[h].rate_rps / asked[name]
-            part = part if part > _ROUNDING else 0.0
+            part = part if part > ROUNDING else 0.0
             kind = "prefill" if name[0] == "prefill" else "link"
             sizes[kind] = min(part * program.capacities[name], sizes.get(kind, math.inf))
         key = homes[h].key
@@ -140,9 +136,7 @@ def _fair_flows(program: Program, *, whole: bool) -> list[Floats]:
         bounds[h, pd.name] = home.bounds or (0, max(0, pd.num_instances - whole))
     held: dict[int, float] = {}
     for _ in range(MAX_LEVELS):
-        best = program.solve(bounds, held)
-        if whole:
-            best = _highest(program, bounds, held, best.level)
+        best = program.search(bounds, held) if whole else program.solve(bounds, held)
         rising = {(h, pd) for h, pd in bounds if h not in held}
         stuck = {(h, pd) for h, pd in rising if best.prices[h] > _NO_PRICE} or rising
         for name in stuck:
@@ -152,54 +146,6 @@ def _fair_flows(program: Program, *, whole: bool) -> list[Floats]:
         if stuck == rising:
             break
     return best.flows
-
-
-def _highest(
-    program: Program,
-    bounds: Mapping[CountName, tuple[float, float]],
-    held: Mapping[int, float],
-    high: float,
-) -> Solution:
-    """The flows with the highest level, at most `high`, of the homes that are not held.
-
-    At a given level a home decodes with as few instances as will do. So of whole N_p, only the
-    highest ones for some level can be the best, and a search over levels finds them in fewer
-    programs than a search over N_p, however many homes there are.
-    """
-    tried: dict[tuple[int, ...], Solution] = {}
-
-    def at(level: float) -> Solution:
-        counts = _most_prefill(program, bounds, level)
-        key = tuple(counts.values())
-        if key not in tried:
-            tried[key] = program.solve({name: (n, n) for name, n in counts.items()}, held)
-        return tried[key]
-
-    low, level = 0.0, high
-    while high - low > PRECISION * high:
-        reached = at(level).level
-        if reached >= level * (1 - _ROUNDING):
-            low = level
-        else:
-            low, high = max(low, reached), level
-        level = (low + high) / 2
-    # With no more instances that decode than the level needs, only what holds it up has a price.
-    return at(low)
-
-
-def _most_prefill(
-    program: Program, bounds: Mapping[CountName, tuple[float, float]], level: float
-) -> dict[CountName, int]:
-    """The most instances of each home that can prefill at this level, within bounds."""
-    counts = {}
-    for (h, name), (least, most) in bounds.items():
-        rate_rps, region = level * program.homes[h].rate_rps, program.homes[h].region
-        (pd,) = region.pd_clusters
-        busy = rate_rps * pd.step_s * region.traffic.output_tokens / pd.batch_size
-        # Rounding must not ask for one instance more.
-        num = pd.num_instances - math.ceil(busy - _ROUNDING)
-        counts[h, name] = round(max(least, min(most, num)))
-    return counts
 
 
 def _used_by(program: Program, flows: Sequence[Floats]) -> _Used:

@@ -49,6 +49,10 @@ TIME_LIMIT_S: Final = 60.0
 """No thread of a gateway works on one program for ever."""
 ONE_THRESHOLD_COSTS: Final = 0.002
 """The share of the throughput that is given up for one threshold of all prefill clusters."""
+PRECISION: Final = 1e-4
+"""How exactly levels are searched, as a share of them."""
+ROUNDING: Final = 1e-6
+"""Shares and levels that differ less are the same, because the solver is no more exact."""
 _TASTE: Final = 1e-6
 """The weight of preferences among equal plans, as a share of the level: far above the solver's
 rounding, far below what anybody would notice.
@@ -94,8 +98,10 @@ def _best_flows(region: Region, *, whole: bool, bounds: Bounds | None) -> Plan:
         for pd in region.pd_clusters
     }
     if whole and any(least < most for least, most in counts.values()):
-        coarse = Program(homes, num_flows=NUM_FLOWS_OF_DIVISION).solve(counts, whole=True)
-        counts = {name: (round(n), round(n)) for name, n in coarse.num_prefill.items()}
+        coarse = Program(homes, num_flows=NUM_FLOWS_OF_DIVISION)
+        has_one_pd = len(region.pd_clusters) == 1
+        found = coarse.search(counts) if has_one_pd else coarse.solve(counts, whole=True)
+        counts = {name: (round(n), round(n)) for name, n in found.num_prefill.items()}
     program = Program(homes, num_flows=NUM_FLOWS)
     best = program.solve(counts)
     if best.level <= 0:
@@ -187,7 +193,8 @@ class Program:
             limits,
             bounds=bounds,
             integrality=is_whole if whole else None,
-            options={"time_limit": TIME_LIMIT_S},
+            # What presolving saves is less than what it takes.
+            options={"time_limit": TIME_LIMIT_S, "presolve": not whole},
         )
         if result.status != 0:
             raise NoRouteError(f"the solver found no plan: {result.message}")
@@ -197,6 +204,47 @@ class Program:
             {name: float(np.clip(result.x[n], *counts[name])) for name, n in self._counts.items()},
             np.zeros(len(levels)) if whole else -result.ineqlin.marginals[levels],
         )
+
+    def search(
+        self,
+        counts: Mapping[CountName, tuple[float, float]],
+        held: Mapping[int, float] = MappingProxyType({}),
+    ) -> Solution:
+        """`solve` with whole N_p, for homes of one PD cluster each.
+
+        At a given level a home decodes with as few instances as will do. So of whole N_p, only the
+        highest ones for some level can be the best, and a search over levels finds them in a few
+        programs, however many homes there are.
+        """
+        solutions: dict[tuple[int, ...], Solution] = {}
+
+        def at(level: float) -> Solution:
+            whole = {name: self._most_prefill(name, counts[name], level) for name in counts}
+            key = tuple(whole.values())
+            if key not in solutions:
+                solutions[key] = self.solve({name: (n, n) for name, n in whole.items()}, held)
+            return solutions[key]
+
+        low, high = 0.0, self.solve(counts, held).level
+        level = high
+        while high - low > PRECISION * high:
+            reached = at(level).level
+            if reached >= level * (1 - ROUNDING):
+                low = level
+            else:
+                low, high = max(low, reached), level
+            level = (low + high) / 2
+        # With the most instances that prefill at the level, only what holds it up has a price.
+        return at(low)
+
+    def _most_prefill(self, name: CountName, bounds: tuple[float, float], level: float) -> int:
+        """The most instances of a home that can prefill at this level, within bounds."""
+        home = self.homes[name[0]]
+        (pd,), output_tokens = home.region.pd_clusters, home.region.traffic.output_tokens
+        busy = level * home.rate_rps * pd.step_s * output_tokens / pd.batch_size
+        # Rounding must not ask for one instance more.
+        num = pd.num_instances - math.ceil(busy - ROUNDING)
+        return round(max(bounds[0], min(bounds[1], num)))
 
     @cached_property
     def _matrix(self) -> Any:

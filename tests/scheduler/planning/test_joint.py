@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paper_region import FAST, KV, LENGTHS, SLOW
 
-from scheduler.planning.joint import PRECISION, JointRegion
+from scheduler.planning.joint import JointRegion
 from scheduler.planning.lengths import EmpiricalLengths
 from scheduler.planning.plan import NoRouteError, Plan
 from scheduler.planning.region_model import (
@@ -23,7 +23,7 @@ from scheduler.planning.region_model import (
     Traffic,
     Uplink,
 )
-from scheduler.planning.solve import best_plan
+from scheduler.planning.solve import PRECISION, best_plan
 from scheduler.planning.throughput import Mode
 
 GBIT = 1e9 / 8
