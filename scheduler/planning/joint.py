@@ -23,14 +23,13 @@ import numpy as np
 from scheduler.planning.lengths import Floats
 from scheduler.planning.plan import Plan
 from scheduler.planning.region_model import Home, HomeKey, Region, Uplink
-from scheduler.planning.solve import ROUNDING, CountName, PartName, Program, best_plan
+from scheduler.planning.solve import FEW_CLASSES, ROUNDING, CountName, PartName, Program, best_plan
 from scheduler.planning.threshold_search import sources_of
 from scheduler.planning.throughput import Mode
 
 _Used: TypeAlias = dict[tuple[int, int], dict[PartName, float]]
 """The share of each shared part that is used, by home and route."""
 
-NUM_FLOWS: Final = 1000
 MAX_LEVELS: Final = 8
 """How many times homes that cannot rise are told apart from those that can."""
 SAME_MIX_COSTS: Final = 0.002
@@ -109,7 +108,7 @@ def _shares(
     homes = [replace(h, rate_rps=max(h.rate_rps, _LEAST_DEMAND * most)) for h in homes]
     if not any(sources_of(home.region) for home in homes):
         return {home.key: home.region for home in homes}
-    program = Program(homes, uplinks, num_flows=NUM_FLOWS)
+    program = Program(homes, uplinks, num_classes=FEW_CLASSES)
     used = _used_by(program, _fair_flows(program, whole=whole))
     total = _sum_of(used.values())
     asked = _sum_of(dict.fromkeys(parts, homes[h].rate_rps) for (h, _), parts in used.items())

@@ -39,12 +39,9 @@ PartName: TypeAlias = tuple[str, str, str]
 CountName: TypeAlias = tuple[int, str]
 """The position of a home and the name of its PD cluster, whose N_p is counted."""
 
-MIN_CLASSES: Final = 12
-MAX_CLASSES: Final = 200
-NUM_FLOWS: Final = 1200
-"""About so many flows are planned with: the more routes, the fewer classes."""
-NUM_FLOWS_OF_DIVISION: Final = 480
-"""The same while whole numbers are searched, which depend little on the classes."""
+NUM_CLASSES: Final = 60
+FEW_CLASSES: Final = 16
+"""Enough for whole numbers and for shares: rates are at most 0.1% lower than with many."""
 TIME_LIMIT_S: Final = 60.0
 """No thread of a gateway works on one program for ever."""
 ONE_THRESHOLD_COSTS: Final = 0.002
@@ -74,41 +71,38 @@ def best_plan(region: Region, *, whole: bool = True, bounds: Bounds | None = Non
     prefill clusters have one threshold where that costs next to nothing. Raises `NoRouteError` if
     nothing can be served.
     """
-    if len(region.pd_clusters) != 1:
-        return _best_flows(region, whole=whole, bounds=bounds)
-    one = best_threshold_plan(region, Mode.EXACT, whole=whole, bounds=bounds)
-    if is_pair(region):
-        return one
-    best = _best_flows(region, whole=whole, bounds=bounds)
-    least_rps = (1 - ONE_THRESHOLD_COSTS) * best.system_rps(Mode.EXACT)
-    return one if one.system_rps(Mode.EXACT) >= least_rps else best
-
-
-def plan_at(region: Region, division: Mapping[str, int]) -> Plan:
-    """The best plan with these N_p by PD cluster. Raises `NoRouteError`."""
-    return best_plan(region, bounds={name: (n, n) for name, n in division.items()})
-
-
-def _best_flows(region: Region, *, whole: bool, bounds: Bounds | None) -> Plan:
-    if all(pd.num_instances < 1 for pd in region.pd_clusters):
+    one = None
+    if len(region.pd_clusters) == 1:
+        one = best_threshold_plan(region, Mode.EXACT, whole=whole, bounds=bounds)
+        if is_pair(region):
+            return one
+    elif all(pd.num_instances < 1 for pd in region.pd_clusters):
         raise NoRouteError("no PD cluster has an instance: decode needs at least one")
     homes = [Home(region, 1.0)]
     counts: dict[CountName, tuple[float, float]] = {
         (0, pd.name): (0, pd.num_instances) if bounds is None else bounds[pd.name]
         for pd in region.pd_clusters
     }
-    if whole and any(least < most for least, most in counts.values()):
-        coarse = Program(homes, num_flows=NUM_FLOWS_OF_DIVISION)
-        has_one_pd = len(region.pd_clusters) == 1
-        found = coarse.search(counts) if has_one_pd else coarse.solve(counts, whole=True)
-        counts = {name: (round(n), round(n)) for name, n in found.num_prefill.items()}
-    program = Program(homes, num_flows=NUM_FLOWS)
-    best = program.solve(counts)
+    coarse = Program(homes, num_classes=FEW_CLASSES)
+    if whole:
+        best = coarse.search(counts) if one else coarse.solve(counts, whole=True)
+        counts = {name: (round(n), round(n)) for name, n in best.num_prefill.items()}
+    else:
+        best = coarse.solve(counts)
     if best.level <= 0:
         raise NoRouteError("nothing can be served: no PD cluster both gets prompts and decodes")
+    if one and one.system_rps(Mode.EXACT) >= best.level * (1 - ONE_THRESHOLD_COSTS):
+        return one
+    program = Program(homes, num_classes=NUM_CLASSES)
+    best = program.solve(counts)
     num_prefill = {name: n for (_, name), n in best.num_prefill.items()}
     flow = best.flows[0] / best.level
     return Plan(region, program.classes[0], np.where(flow > _NO_FLOW, flow, 0.0), num_prefill, None)
+
+
+def plan_at(region: Region, division: Mapping[str, int]) -> Plan:
+    """The best plan with these N_p by PD cluster. Raises `NoRouteError`."""
+    return best_plan(region, bounds={name: (n, n) for name, n in division.items()})
 
 
 @dataclass(frozen=True)
@@ -133,13 +127,12 @@ class Program:
     """
 
     def __init__(
-        self, homes: Sequence[Home], uplinks: Sequence[Uplink] = (), *, num_flows: int
+        self, homes: Sequence[Home], uplinks: Sequence[Uplink] = (), *, num_classes: int
     ) -> None:
         self.homes = homes
         self.routes = [routes_of(home.region) for home in homes]
-        num = num_flows // max(1, sum(map(len, self.routes)))
-        num = min(max(num, MIN_CLASSES), MAX_CLASSES)
-        self.classes = [Classes.even(home.region.traffic.lengths, num) for home in homes]
+        lengths = [home.region.traffic.lengths for home in homes]
+        self.classes = [Classes.even(each, num_classes) for each in lengths]
         self.capacities: dict[PartName, float] = {}
         self.needs: list[dict[int, dict[PartName, Floats]]] = [{} for _ in homes]
         """The share of each shared part that 1 request/s of each class uses, by home and route."""

@@ -125,7 +125,7 @@ def test_a_division_that_serves_nothing_is_no_plan() -> None:
 
 
 def test_what_the_solver_cannot_solve_is_no_plan() -> None:
-    program = Program([Home(region(), 1.0)], num_flows=20)
+    program = Program([Home(region(), 1.0)], num_classes=1)
     with pytest.raises(NoRouteError, match=r"the solver found no plan: .*infeasible"):
         program.solve({(0, "near"): (0, 4), (0, "other"): (0, 4)}, held={0: 1e6})
 
