@@ -108,10 +108,8 @@ def best_threshold_plan(
     (pd,) = region.pd_clusters
     if pd.num_instances < 1:
         raise NoRouteError(f"{pd.name} has no instance: decode needs at least one")
-    columns = np.arange(0, pd.num_instances, 1 if whole else SHARED_STEP)
-    if bounds is not None:
-        least, most = bounds[pd.name]
-        columns = np.arange(least, most + 1)
+    least, most = (0, pd.num_instances - 1) if bounds is None else bounds[pd.name]
+    columns = np.arange(least, most + 1, 1 if whole else SHARED_STEP, dtype=np.float64)
     grid = threshold_grid(region)
     search = search_thresholds(region, mode, grid, columns)
     row, column = search.best

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.planning.curves import Curve
-from scheduler.planning.lengths import EmpiricalLengths, LogNormalLengths
+from scheduler.planning.lengths import EmpiricalLengths, Floats, LogNormalLengths
 from scheduler.planning.plan import NoRouteError, Plan
 from scheduler.planning.region_model import (
     Home,
@@ -161,9 +161,7 @@ def brute_rps(there: Region, steps: int) -> float:
     curves = {c.name: c.prefill(tokens) for c in there.clusters}
     rates = np.full(len(flow), np.inf)
 
-    def limit(
-        has: float, used: list[int], need: np.ndarray[tuple[int], np.dtype[np.float64]]
-    ) -> None:
+    def limit(has: float, used: list[int], need: Floats) -> None:
         amount = flow[:, used].sum(axis=1) @ need
         np.minimum(
             rates,
