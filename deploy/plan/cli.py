@@ -120,8 +120,8 @@ def solve_command(
         _solve_joint(file, plan_input, plan_input.joint, (as_json, plot, num_requests, seed))
         return
     from deploy.plan.solve.solving import Goals, search_table, solve
-    from scheduler.planning.plan import is_pair
-    from scheduler.planning.route_search import NoRouteError
+    from scheduler.planning.plan import NoRouteError
+    from scheduler.planning.solve import is_pair
 
     spec, region = plan_input.spec, plan_input.region
     if search and not is_pair(region):
@@ -178,7 +178,7 @@ def _solve_joint(
     """`solve` for a file whose requests have homes. `asked` has the options of `solve_command`."""
     from deploy.plan.solve.joint_solving import all_met, solve_joint
     from deploy.plan.solve.joint_view import print_joint, write_joint_plots
-    from scheduler.planning.route_search import NoRouteError
+    from scheduler.planning.plan import NoRouteError
 
     as_json, plot, num_requests, seed = asked
     spec = plan_input.spec

@@ -5,7 +5,8 @@ These are values only. Prices are in any one currency. They know no files, engin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from scheduler.planning.curves import Curve
@@ -18,7 +19,7 @@ class PrefillClusterModel:
 
     name: str
     num_instances: float
-    """A part of an instance where PD clusters share the cluster, as in `joint.shares_of`."""
+    """A part of an instance where PD clusters share the cluster (`joint`)."""
     prefill: Curve
     """Prefill time over the prompt length, s."""
     price_per_instance_hour: float = 0.0
@@ -105,10 +106,6 @@ class Region:
     links: tuple[Link, ...]
     kv: KvSize
     traffic: Traffic
-    is_share: bool = False
-    """Whether this is the part of a larger region that one PD cluster uses (`joint`). All of its
-    prefill clusters then have the same threshold.
-    """
 
     @property
     def clusters(self) -> tuple[Cluster, ...]:
@@ -118,6 +115,31 @@ class Region:
     def link(self, source: str, target: str) -> Link | None:
         """The link between two clusters, None where there is none."""
         return next((k for k in self.links if (k.source, k.target) == (source, target)), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """The present settings of a running region.
+
+    Usable instances count by the role that they have, or that they will have after a conversion
+    that runs. `converting` names the clusters where one runs or dwells.
+    """
+
+    thresholds: Mapping[str, float]
+    """The threshold of each prefill cluster by name, tokens."""
+    num_prefill: Mapping[str, int]
+    """Instances by PD cluster, like `num_decode`."""
+    num_decode: Mapping[str, int]
+    converting: frozenset[str] = frozenset()
+
+
+def measured_region(region: Region, traffic: Traffic, current: Allocation) -> Region:
+    """The region with the instances that are usable and the traffic that was measured."""
+    pds = tuple(
+        replace(c, num_instances=current.num_prefill[c.name] + current.num_decode[c.name])
+        for c in region.pd_clusters
+    )
+    return replace(region, pd_clusters=pds, traffic=traffic)
 
 
 HomeKey: TypeAlias = tuple[str, str]

@@ -10,13 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-import numpy as np
-
 from scheduler.live.core import Event, R
 from scheduler.live.events import ThresholdPlanned
-from scheduler.planning.pair_search import best_of_pair
-from scheduler.planning.plan import is_pair
-from scheduler.planning.throughput import Mode
+from scheduler.planning.solve import is_pair, plan_at
 from scheduler.replay.deciding import Decider, PdPlans
 from scheduler.replay.jobs import Decided, Job
 from scheduler.replay.model import Policy, ReplayModel, Routing
@@ -69,7 +65,7 @@ class OracleDecider(Decider):
     def __init__(self, parts: Parts, model: ReplayModel, policy: Policy, planned: PdPlans) -> None:
         super().__init__(parts, model, replace(policy, threshold=_FOLLOWS_NO_LINK), planned)
         self._region = model.region
-        self._num_prefill = float(len(parts.pds[0].station.instances))
+        self._num_prefill = len(parts.pds[0].station.instances)
         self._best: dict[float, float] = {}
         self._planned = {name: dict(plan.tokens) for name, plan in planned.items()}
 
@@ -111,7 +107,7 @@ class OracleDecider(Decider):
             # Nothing crosses a link that is down, and no prompt is longer than this t.
             return region.traffic.lengths.max_tokens
         there = replace(region, links=(replace(region.links[0], bytes_per_s=rate),))
-        tokens, _, _ = best_of_pair(there, Mode.EXACT, num_prefill=np.array([self._num_prefill]))
+        (tokens,) = plan_at(there, {self.pds[0]: self._num_prefill}).thresholds().values()
         return tokens
 
 

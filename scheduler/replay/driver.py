@@ -27,7 +27,6 @@ import numpy as np
 
 from scheduler.encoding.values import StartPass
 from scheduler.live.long_term.model_plan import ThresholdPlan, sends_of
-from scheduler.planning.division_search import thresholds_of
 from scheduler.planning.region_model import PdClusterModel
 from scheduler.replay.baselines import decider_of
 from scheduler.replay.decode import DecodeInstance, DecodePool
@@ -130,7 +129,7 @@ class _Driver:
         )
         planned = {
             plan.region.pd_clusters[0].name: ThresholdPlan(
-                policy.thresholds or thresholds_of(plan), sends_of(plan, rate_rps)
+                policy.thresholds or plan.thresholds(), sends_of(plan, rate_rps)
             )
             for plan, rate_rps in zip(plans, self._rates(), strict=True)
         }

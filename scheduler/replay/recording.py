@@ -32,7 +32,7 @@ from scheduler.live.settings import LiveSettings
 from scheduler.live.sharing.events import SharingEvent
 from scheduler.replay.state import Node, StateError, nodes_of, object_of
 
-FORMAT: Final = 8
+FORMAT: Final = 9
 # A longer frame is no recording, so it must not make the reader allocate its length.
 LENGTH: Final = struct.Struct("<I")
 MAX_FRAME_BYTES: Final = 1 << 30

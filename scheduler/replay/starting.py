@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from scheduler.planning.plan import Plan, best_plan, is_pair, threshold_plan
+from scheduler.planning.plan import Plan
 from scheduler.planning.region_model import Cluster, PdClusterModel
-from scheduler.planning.throughput import Mode
+from scheduler.planning.solve import best_plan, is_pair
+from scheduler.planning.threshold_search import threshold_plan
 from scheduler.replay.caching import ReplayCache
 from scheduler.replay.decode import DecodeInstance, DecodePool, step_table
 from scheduler.replay.jobs import Job
@@ -35,10 +36,10 @@ def starting_plan(model: ReplayModel, policy: Policy) -> Plan:
     """The plan that a policy starts with: the best one unless the policy names another."""
     region = model.region
     if policy.thresholds is None and policy.num_prefill is None:
-        return best_plan(region, Mode.EXACT)
+        return best_plan(region)
     if not is_pair(region):
         raise ValueError("thresholds and num_prefill need one prefill cluster and one PD cluster")
-    best = best_plan(region, Mode.EXACT)
+    best = best_plan(region)
     tokens = best.threshold_tokens
     if policy.thresholds is not None and region.prefill_clusters:
         tokens = policy.thresholds[region.prefill_clusters[0].name]

@@ -28,10 +28,10 @@ from deploy.profile_file import EngineProfileFile
 from deploy.region.spec.region import RegionSpec
 from kvmanager.hf_config import read_model_kv
 from prfaas.engines.instance import DEFAULT_MAX_CONCURRENT
-from scheduler.planning.division_search import thresholds_of
 from scheduler.planning.lengths import mean_tokens
-from scheduler.planning.plan import Plan, is_pair
+from scheduler.planning.plan import Plan
 from scheduler.planning.region_model import KvSize
+from scheduler.planning.solve import is_pair
 from scheduler.replay.model import Policy, ReplayModel, Routing, Slo
 from scheduler.replay.starting import starting_plan
 
@@ -110,8 +110,7 @@ def policy_of(name: str, gateway: GatewaySection, plan: Plan, scale: Scale) -> P
     settings = gateway.scheduling
     limits = settings.routing.routing()
     thresholds = {
-        cluster: float(int(tokens / scale.tokens))
-        for cluster, tokens in thresholds_of(plan).items()
+        cluster: float(int(tokens / scale.tokens)) for cluster, tokens in plan.thresholds().items()
     }
     num_prefill = round(plan.num_prefill[plan.region.pd_clusters[0].name])
     return Policy(

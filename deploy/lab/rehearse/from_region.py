@@ -18,13 +18,8 @@ from deploy.profile_file import EngineProfile, EngineProfileFile
 from deploy.region.spec.region import ClusterSpec, ModelSpec, RegionSpec, role_of
 from kvmanager.config_files.units import parse_duration, parse_rate
 from kvmanager.hf_config import read_model_kv
-from scheduler.planning.plan import threshold_plan
-from scheduler.planning.region_model import (
-    Link,
-    PdClusterModel,
-    PrefillClusterModel,
-    Region,
-)
+from scheduler.planning.region_model import Link, PdClusterModel, PrefillClusterModel, Region
+from scheduler.planning.threshold_search import threshold_plan
 from scheduler.replay.model import ReplayModel
 
 

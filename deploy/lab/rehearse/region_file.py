@@ -24,7 +24,6 @@ from deploy.profile_file import (
 )
 from kvmanager.config_files.units import format_rate
 from scheduler.planning.curves import Curve
-from scheduler.planning.division_search import thresholds_of
 from scheduler.planning.plan import Plan
 from scheduler.planning.region_model import Region
 
@@ -96,7 +95,7 @@ def gateway_settings(plan: Plan, scale: Scale, scheduling: dict[str, Any]) -> di
     """The `gateway` of region.yaml, which follows the plan's threshold."""
     default = GatewaySection()
     longest = plan.region.traffic.lengths.max_tokens
-    threshold = min(thresholds_of(plan).values(), default=longest)
+    threshold = min(plan.thresholds().values(), default=longest)
     return {
         "port": 0,
         "threshold_tokens": int(threshold / scale.tokens),

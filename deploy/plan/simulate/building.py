@@ -27,8 +27,8 @@ from kvmanager.config_files.problems import FileError, Problem, suggestion
 from scheduler.live.admission import AdmissionConfig, AdmissionPolicy
 from scheduler.live.long_term.loop import LongTermConfig
 from scheduler.planning.joint import JointRegion
-from scheduler.planning.plan import best_plan
 from scheduler.planning.region_model import Link, Region, Traffic
+from scheduler.planning.solve import best_plan
 from scheduler.planning.throughput import Mode
 from scheduler.replay.links import LinkChange, OtherTraffic, RateSchedule
 from scheduler.replay.model import Policy, ReplayModel, Routing, Slo
@@ -143,7 +143,7 @@ def load_simulation(path: Path, shape: type[SimulationFile] = SimulationFile) ->
     try:
         model = _model(file, found)
         if model.joint is None:
-            capacity_rps = best_plan(model.region, Mode.EXACT).system_rps(Mode.EXACT)
+            capacity_rps = best_plan(model.region).system_rps(Mode.EXACT)
         else:
             capacity_rps = min(model.joint.levels.values()) * _demand_rps(model.joint)
     except ValueError as error:

@@ -24,7 +24,6 @@ from deploy.plan.solve.case_study import (
 from kvmanager.config_files.units import GBIT_PER_S
 from scheduler.live.long_term.loop import LongTermConfig
 from scheduler.planning.joint import JointRegion
-from scheduler.planning.plan import best_plan
 from scheduler.planning.region_model import (
     Home,
     Link,
@@ -33,6 +32,7 @@ from scheduler.planning.region_model import (
     Region,
     Uplink,
 )
+from scheduler.planning.solve import best_plan
 from scheduler.planning.throughput import Mode
 from scheduler.replay.driver import replay
 from scheduler.replay.jobs import Fate
@@ -177,7 +177,7 @@ def _plan_follows(
         prefill_clusters=(replace(far, name="north"), replace(far, name="south")),
         links=tuple(replace(link, source=name) for name in ("north", "south")),
     )
-    rate_rps = LOAD * best_plan(region, Mode.EXACT).system_rps(Mode.EXACT)
+    rate_rps = LOAD * best_plan(region).system_rps(Mode.EXACT)
     model = ReplayModel(region=region, lost={"north": (from_s, until_s)}, slo=_SLO)
     period_s = min(PERIOD_S, from_s / 2)
     policy = Policy(name="plan", long_term=LongTermConfig(period_s=period_s))

@@ -10,10 +10,10 @@ import numpy as np
 from deploy.plan.simulate.building import traffic_of
 from deploy.plan.simulate.study import PERIOD_S, Goal, Study, case_study_model
 from scheduler.live.long_term.loop import LongTermConfig
-from scheduler.planning.division_search import Bounds, best_within
 from scheduler.planning.lengths import EmpiricalLengths
-from scheduler.planning.plan import best_plan, threshold_plan
 from scheduler.planning.region_model import Region, Traffic
+from scheduler.planning.solve import best_plan
+from scheduler.planning.threshold_search import Bounds, threshold_plan
 from scheduler.planning.throughput import Mode
 from scheduler.replay.driver import replay
 from scheduler.replay.model import Policy
@@ -46,7 +46,7 @@ def shift(seed: int, scale: float) -> Study:
     """
     model = case_study_model()
     region = model.region
-    before_rps = best_plan(region, Mode.EXACT).system_rps(Mode.EXACT)
+    before_rps = best_plan(region).system_rps(Mode.EXACT)
     # The shift is at the end of a period, so the next steps see one and two periods of new traffic.
     half_s = PERIOD_S * max(1, round(12 * scale))
     rows: list[dict[str, Any]] = []
@@ -56,12 +56,12 @@ def shift(seed: int, scale: float) -> Study:
         after = replace(region, traffic=traffic_of(region, lengths, outputs))
         # Like the loop, never without an instance of each role.
         bounds = {pd.name: (1, pd.num_instances - 1) for pd in after.pd_clusters}
-        optimum_rps = best_within(after, bounds).system_rps(Mode.EXACT)
+        optimum_rps = best_plan(after, bounds=bounds).system_rps(Mode.EXACT)
         workload = _shifted(region, after, (0.8 * before_rps, 0.8 * optimum_rps), half_s, seed)
         outcome = replay(model, workload, Policy(long_term=LongTermConfig(period_s=PERIOD_S)))
         share = _reached_rps(outcome, after, half_s + SETTLED_S) / optimum_rps
         near = _near(outcome, after, half_s)
-        bound = best_within(after, near).system_rps(Mode.EXACT) / optimum_rps
+        bound = best_plan(after, bounds=near).system_rps(Mode.EXACT) / optimum_rps
         hindsight = _hindsight_rps(after, near, workload, half_s) / optimum_rps
         times_s = [change.at_s for change in outcome.role_changes if change.at_s >= half_s]
         # The goal is for the first two periods. Later changes are only reported.
@@ -130,7 +130,7 @@ def _hindsight_rps(after: Region, near: Bounds, workload: Workload, half_s: floa
     came = Traffic(
         EmpiricalLengths.of(list(tokens)), after.traffic.output_tokens, sum(tokens) / len(tokens)
     )
-    best = best_within(replace(after, traffic=came), near)
+    best = best_plan(replace(after, traffic=came), bounds=near)
     assert best.threshold_tokens is not None
     # Found for the requests that came, but judged by the distribution behind them.
     plan = threshold_plan(after, best.threshold_tokens, best.num_prefill[after.pd_clusters[0].name])

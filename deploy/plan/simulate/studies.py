@@ -22,9 +22,10 @@ from kvmanager.config_files.units import GBIT_PER_S
 from scheduler.live.admission import AdmissionConfig, AdmissionPolicy
 from scheduler.live.long_term.loop import LongTermConfig
 from scheduler.planning.lengths import EmpiricalLengths
-from scheduler.planning.plan import best_plan, threshold_plan
 from scheduler.planning.prefix_reuse import TracePrompt
 from scheduler.planning.region_model import PdClusterModel, Region, Traffic
+from scheduler.planning.solve import best_plan
+from scheduler.planning.threshold_search import threshold_plan
 from scheduler.planning.throughput import Mode
 from scheduler.replay.driver import replay
 from scheduler.replay.links import LinkChange, OtherTraffic, RateSchedule
@@ -43,7 +44,7 @@ WARM_UP: Final = 0.1
 def case_study(seed: int, scale: float) -> Study:
     """TTFT P90 of the router against the best static threshold, and against one site alone."""
     model = case_study_model()
-    plan = best_plan(model.region, Mode.EXACT)
+    plan = best_plan(model.region)
     capacity_rps = plan.system_rps(Mode.EXACT)
     wanted = {0.8: -0.08, 0.9: -0.15, 0.95: -0.25}
     rows: list[dict[str, Any]] = []
@@ -95,7 +96,7 @@ def congestion(seed: int, scale: float) -> Study:
     begin_s, end_s = 600 * scale, 1200 * scale
     for name, schedule in _disturbances(begin_s, end_s).items():
         model = case_study_model(schedule)
-        capacity_rps = best_plan(model.region, Mode.EXACT).system_rps(Mode.EXACT)
+        capacity_rps = best_plan(model.region).system_rps(Mode.EXACT)
         workload = _poisson(model.region, 0.8 * capacity_rps, 1440 * capacity_rps * scale, seed)
         good: dict[str, float] = {}
         for policy in policies:
@@ -131,7 +132,7 @@ def congestion(seed: int, scale: float) -> Study:
 def steady(seed: int, scale: float) -> Study:
     """A day of constant load: nothing should be converted."""
     model = case_study_model()
-    rps = 0.8 * best_plan(model.region, Mode.EXACT).system_rps(Mode.EXACT)
+    rps = 0.8 * best_plan(model.region).system_rps(Mode.EXACT)
     workload = _poisson(model.region, rps, 86_400 * rps * scale, seed)
     outcome = replay(model, workload, Policy(long_term=LongTermConfig(period_s=PERIOD_S)))
     changes = len(outcome.role_changes)
@@ -232,7 +233,7 @@ def _against_one_site(model: ReplayModel, seed: int, scale: float) -> Goal:
     """The router at a rate close to the most that one site alone can take."""
     alone = homogeneous(model)
     # A rate that both can serve. Above it the queue of the one site would grow without end.
-    rps = 0.9 * best_plan(alone.region, Mode.EXACT).system_rps(Mode.EXACT)
+    rps = 0.9 * best_plan(alone.region).system_rps(Mode.EXACT)
     workload = _poisson(model.region, rps, 50_000 * scale, seed)
     change = _p90_s(model, workload, Policy()) / _p90_s(alone, workload, _static(None)) - 1
     name = f"TTFT P90 of the router over one site with 12 instances, {rps:.2f} requests/s"

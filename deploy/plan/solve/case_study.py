@@ -13,8 +13,7 @@ from typing import Final
 from kvmanager.config_files.units import GBIT_PER_S
 from scheduler.planning.curves import Curve
 from scheduler.planning.lengths import LogNormalLengths, mean_tokens
-from scheduler.planning.pair_search import best_of_pair
-from scheduler.planning.plan import Plan, threshold_plan
+from scheduler.planning.plan import Plan
 from scheduler.planning.region_model import (
     KvSize,
     Link,
@@ -23,6 +22,7 @@ from scheduler.planning.region_model import (
     Region,
     Traffic,
 )
+from scheduler.planning.threshold_search import best_threshold_plan, threshold_plan
 from scheduler.planning.throughput import Mode
 
 MIB: Final = 2**20
@@ -74,8 +74,6 @@ def deployments(mode: Mode) -> list[Deployment]:
     # With 8 GPUs an instance: 32 H200 and 64 H20 GPUs, and 96 H20 GPUs for the baseline (4.1).
     both = case_study_region(4, 8)
     alone = case_study_region(0, 12)
-    threshold, num_prefill, _ = best_of_pair(both, mode)
-    _, num_alone, _ = best_of_pair(alone, mode)
     return [
         Deployment(
             "prfaas_pd",
@@ -95,7 +93,7 @@ def deployments(mode: Mode) -> list[Deployment]:
                 "egress_gbps": 13.0,
                 "ratio_vs_homogeneous": 1.54,
             },
-            threshold_plan(both, threshold, num_prefill),
+            best_threshold_plan(both, mode),
         ),
         Deployment(
             "homogeneous_pd",
@@ -110,7 +108,7 @@ def deployments(mode: Mode) -> list[Deployment]:
                 "ttft_p90_s": 9.73,
                 "ratio_vs_homogeneous": 1.0,
             },
-            threshold_plan(alone, LENGTHS.max_tokens, num_alone),
+            best_threshold_plan(alone, mode),
         ),
         Deployment(
             "naive_heterogeneous",

@@ -40,7 +40,7 @@ def solve_images(
     """
     elsewhere = [
         part
-        for index, route in enumerate(plan.assignment.routes)
+        for index, route in enumerate(plan.routes)
         if route.link is not None
         for part in plan.lengths_of(index)
     ]

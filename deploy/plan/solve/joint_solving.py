@@ -13,12 +13,11 @@ from typing import Any
 
 from deploy.plan.solve.solving import Goals, Solution, solve
 from kvmanager.config_files.units import GBIT_PER_S
-from scheduler.planning.division_search import thresholds_of
 from scheduler.planning.joint import JointRegion
 from scheduler.planning.load.study import NUM_REQUESTS
-from scheduler.planning.pair_search import sources_of
 from scheduler.planning.plan import Plan
 from scheduler.planning.region_model import Home, HomeKey, Uplink
+from scheduler.planning.threshold_search import sources_of
 from scheduler.planning.throughput import Mode
 
 
@@ -41,7 +40,7 @@ def solve_joint(
 ) -> JointSolution:
     """The best plans. Goals are the demand of each home, and the TTFT at that demand.
 
-    Raises `route_search.NoRouteError` if a home cannot be served.
+    Raises `plan.NoRouteError` if a home cannot be served.
     """
     homes = {
         home.key: solve(
@@ -83,7 +82,7 @@ def _home(home: Home, solution: Solution) -> dict[str, Any]:
 
 def _pairs(home: Home, plan: Plan) -> list[dict[str, Any]]:
     """The threshold of each prefill cluster for this home, and what of it the home has."""
-    thresholds = thresholds_of(plan)
+    thresholds = plan.thresholds()
     sends = plan.link_bytes_per_s(Mode.EXACT, plan.system_rps(Mode.EXACT))
     whole = {cluster.name: cluster.num_instances for cluster in home.region.prefill_clusters}
     return [

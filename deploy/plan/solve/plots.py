@@ -21,8 +21,9 @@ from rich.console import Console
 
 from deploy.plan.solve.solving import Solution, binding_words, without_prefill_clusters
 from kvmanager.config_files.units import GBIT_PER_S
-from scheduler.planning.pair_search import search_pair, threshold_grid
-from scheduler.planning.plan import Plan, best_plan, has_one_threshold
+from scheduler.planning.plan import Plan
+from scheduler.planning.solve import best_plan
+from scheduler.planning.threshold_search import search_thresholds, threshold_grid
 from scheduler.planning.throughput import Mode
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ _BEST: dict[str, Any] = {
 }
 TITLE_CHARACTERS = 100
 _LINK_POINTS = 25
-_LINK_POINTS_OF_SEVERAL = 9
 
 
 def write_plots(path: Path, solution: Solution) -> None:
@@ -90,7 +90,7 @@ def _threshold_panel(axes: Axes, plan: Plan, threshold_tokens: float) -> None:
     pd = region.pd_clusters[0]
     grid = threshold_grid(region, 400)
     num_prefill = plan.num_prefill[pd.name]
-    found = search_pair(region, Mode.EXACT, grid, [num_prefill])
+    found = search_thresholds(region, Mode.EXACT, grid, [num_prefill])
     share = found.split.offload_fraction
     # At the ends of the grid one side has no requests, and so no limit.
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -125,8 +125,8 @@ def _threshold_panel(axes: Axes, plan: Plan, threshold_tokens: float) -> None:
 def _split_panel(axes: Axes, plan: Plan, threshold_tokens: float) -> None:
     pd = plan.region.pd_clusters[0]
     columns = np.arange(pd.num_instances)
-    fixed = search_pair(plan.region, Mode.EXACT, [threshold_tokens], columns)
-    every = search_pair(plan.region, Mode.EXACT, threshold_grid(plan.region), columns)
+    fixed = search_thresholds(plan.region, Mode.EXACT, [threshold_tokens], columns)
+    every = search_thresholds(plan.region, Mode.EXACT, threshold_grid(plan.region), columns)
     axes.plot(
         columns,
         every.system_rps.max(axis=0),
@@ -166,16 +166,14 @@ def _split_panel(axes: Axes, plan: Plan, threshold_tokens: float) -> None:
 def _link_panel(axes: Axes, plan: Plan) -> None:
     region = plan.region
     today = sum(link.bytes_per_s for link in region.links)
-    # With several clusters each plan takes a longer search.
-    num_points = _LINK_POINTS if has_one_threshold(region) else _LINK_POINTS_OF_SEVERAL
-    factors = np.geomspace(0.01, 3, num_points)
+    factors = np.geomspace(0.01, 3, _LINK_POINTS)
     best, frozen = [], []
     for factor in factors:
         links = tuple(replace(k, bytes_per_s=k.bytes_per_s * factor) for k in region.links)
         there = replace(region, links=links)
-        best.append(best_plan(there, Mode.EXACT).system_rps(Mode.EXACT))
+        best.append(best_plan(there).system_rps(Mode.EXACT))
         frozen.append(plan.kept_in(there).system_rps(Mode.EXACT))
-    alone = best_plan(without_prefill_clusters(region), Mode.EXACT).system_rps(Mode.EXACT)
+    alone = best_plan(without_prefill_clusters(region)).system_rps(Mode.EXACT)
     rates = factors * today / GBIT_PER_S
     axes.plot(rates, best, label="planned for the rate", **_STYLES[0])
     axes.plot(rates, frozen, label="today's plan kept", **_STYLES[1])
@@ -230,12 +228,10 @@ def _parts_panel(axes: Axes, solution: Solution) -> None:
 
 
 def _lengths_panel(axes: Axes, plan: Plan) -> None:
-    edges = plan.assignment.classes.edges
+    edges = plan.classes.edges
     low = np.zeros(len(edges) - 1)
     hatches = ("", "//", "..", "xx", "\\\\", "++", "oo")
-    for index, (route, part) in enumerate(
-        zip(plan.assignment.routes, plan.assignment.fractions, strict=True)
-    ):
+    for index, (route, part) in enumerate(zip(plan.routes, plan.fractions, strict=True)):
         axes.stairs(
             low + 100 * part,
             np.maximum(edges, plan.region.traffic.lengths.min_tokens),

@@ -13,7 +13,6 @@ from typing import Any, Final
 import numpy as np
 
 from kvmanager.config_files.units import GBIT_PER_S
-from scheduler.planning.assignment import Resource
 from scheduler.planning.load.study import (
     LOADS,
     NUM_REQUESTS,
@@ -21,10 +20,14 @@ from scheduler.planning.load.study import (
     highest_load_within,
     study_load,
 )
-from scheduler.planning.pair_search import search_pair, threshold_grid
-from scheduler.planning.plan import Plan, best_plan, has_one_threshold, is_pair
+from scheduler.planning.plan import NoRouteError, Plan, Resource
 from scheduler.planning.region_model import Region, Traffic
-from scheduler.planning.route_search import NoRouteError
+from scheduler.planning.solve import best_plan
+from scheduler.planning.threshold_search import (
+    best_threshold_plan,
+    search_thresholds,
+    threshold_grid,
+)
 from scheduler.planning.throughput import Mode
 
 KIND_WORDS: Final = {
@@ -64,16 +67,15 @@ def solve(
 ) -> Solution:
     """The best plan, what it sustains, costs and means for first tokens, and whether it is enough.
 
-    Raises `route_search.NoRouteError` if nothing can be served.
+    Raises `plan.NoRouteError` if nothing can be served.
     """
-    plan = best_plan(region, Mode.EXACT, whole=whole)
+    plan = best_plan(region, whole=whole)
     if plan.system_rps(Mode.EXACT) <= 0:
         raise NoRouteError(
             "nothing can be served: a PD cluster without a prefill cluster needs 2 instances, one "
             "to prefill and one to decode (or `instances: shared`)"
         )
-    # The paper's formulas are only for one pair of clusters.
-    paper_plan = best_plan(region, Mode.PAPER, whole=whole) if has_one_threshold(region) else plan
+    paper_plan = _paper_plan(plan, whole=whole)
     loads = study_load(plan, LOADS, num_requests=num_requests, seed=seed)
     capacity_rps = plan.system_rps(Mode.EXACT)
     empty = plan.empty_ttft()
@@ -94,6 +96,13 @@ def solve(
         "goals": _goals(plan, goals, num_requests=num_requests, seed=seed),
     }
     return Solution(plan, paper_plan, loads, document)
+
+
+def _paper_plan(plan: Plan, *, whole: bool) -> Plan:
+    """The best plan in the paper's mode, whose formulas are for one threshold."""
+    if plan.threshold_tokens is None:
+        return plan
+    return best_threshold_plan(plan.region, Mode.PAPER, whole=whole)
 
 
 def binding_words(plan: Plan) -> str:
@@ -157,13 +166,13 @@ def _routes(plan: Plan) -> list[dict[str, Any]]:
         {
             "prefill_at": route.source.name,
             "decode_at": route.target.name,
-            "share": plan.assignment.share(index),
-            "mean_tokens": plan.assignment.mean_tokens(index),
+            "share": plan.share(index),
+            "mean_tokens": plan.mean_tokens(index),
             "lengths": [
                 {"above_tokens": low, "up_to_tokens": high} for low, high in plan.lengths_of(index)
             ],
         }
-        for index, route in enumerate(plan.assignment.routes)
+        for index, route in enumerate(plan.routes)
     ]
 
 
@@ -196,7 +205,7 @@ def _alone(region: Region, capacity_rps: float, *, whole: bool) -> dict[str, Any
     """The plan of the PD clusters alone; None if the region has only PD clusters."""
     if not region.prefill_clusters:
         return None
-    alone = best_plan(without_prefill_clusters(region), Mode.EXACT, whole=whole)
+    alone = best_plan(without_prefill_clusters(region), whole=whole)
     rps = alone.system_rps(Mode.EXACT)
     return {"throughput_rps": rps, "ratio": capacity_rps / rps if rps else None, **_outline(alone)}
 
@@ -270,7 +279,9 @@ def _ttft_advice(plan: Plan, goals: Goals, load: float) -> str:
 def search_table(region: Region) -> list[dict[str, float]]:
     """The best threshold and throughput of each division of a pair's PD cluster (exact)."""
     grid = threshold_grid(region)
-    found = search_pair(region, Mode.EXACT, grid, np.arange(region.pd_clusters[0].num_instances))
+    found = search_thresholds(
+        region, Mode.EXACT, grid, np.arange(region.pd_clusters[0].num_instances)
+    )
     best = found.system_rps.argmax(axis=0)
     return [
         {
@@ -366,24 +377,23 @@ def sweep(
     local instances changed, so that today's division does not apply. Raises ValueError as
     `Today.changed`.
     """
-    plan_of_today = best_plan(today.region, Mode.EXACT, whole=whole)
+    plan_of_today = best_plan(today.region, whole=whole)
     rows = []
     for values in itertools.product(*over.values()):
         point = dict(zip(over, values, strict=True))
         there = today.changed(point)
-        plan = best_plan(there, Mode.EXACT, whole=whole)
+        plan = best_plan(there, whole=whole)
         rps = plan.system_rps(Mode.EXACT)
         # Today's division may need instances that this point does not have.
         frozen = (
             None if "pd_instances" in point else plan_of_today.kept_in(there).system_rps(Mode.EXACT)
         )
-        alone = best_plan(without_prefill_clusters(there), Mode.EXACT, whole=whole)
-        paper = best_plan(there, Mode.PAPER, whole=whole) if is_pair(there) else plan
+        alone = best_plan(without_prefill_clusters(there), whole=whole)
         rows.append(
             {
                 **point,
                 "throughput_rps": rps,
-                "paper_mode_rps": paper.system_rps(Mode.PAPER),
+                "paper_mode_rps": _paper_plan(plan, whole=whole).system_rps(Mode.PAPER),
                 "frozen_rps": frozen,
                 "frozen_loss": None if frozen is None or rps == 0 else 1 - frozen / rps,
                 "without_prefill_clusters_rps": alone.system_rps(Mode.EXACT),

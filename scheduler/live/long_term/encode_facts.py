@@ -6,7 +6,7 @@ Pure; knows neither the plan nor requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Set
 from types import MappingProxyType
 from typing import Final
 
@@ -16,7 +16,6 @@ from scheduler.live.long_term.conversion import Conversion
 from scheduler.live.long_term.encode_step import EncodeStage, OtherRole
 from scheduler.reports import (
     ClusterReport,
-    EncodeInstanceReport,
     InstanceReport,
     Role,
     convertible_roles,
@@ -81,7 +80,7 @@ def encode_stage(
         role: sum("encode" in convertible_roles(item) for item, has in counted if has == role)
         for role in _OTHERS
     }
-    num_leaving = sum(_can_leave(item) for item in encoding)
+    num_leaving = sum(bool({*_OTHERS} & {*convertible_roles(item)}) for item in encoding)
     if not num_leaving and not any(able.values()):
         return "no instance of it can change its role"
     return EncodeStage(
@@ -101,24 +100,15 @@ def _role(item: InstanceReport, conversion: Conversion | None) -> Role | None:
     return None if item.draining or not item.role_ready else item.role
 
 
-def _can_leave(item: InstanceReport) -> bool:
-    return any(role in convertible_roles(item) for role in _OTHERS)
-
-
 def _stage_line(report: ClusterReport, model: str, media: MediaDemand) -> EncodeLine | None:
     """The passes of the instance of the stage that is in the middle by its speed. Under load they
     are as large as the stage makes them, so that the fixed part is spread over more media.
     """
     instances = () if report.encode is None else report.encode.instances
-    found = sorted(_spread(instances, model, media))
-    return EncodeLine(0.0, found[len(found) // 2]) if found else None
-
-
-def _spread(
-    instances: Iterable[EncodeInstanceReport], model: str, media: MediaDemand
-) -> Iterable[float]:
-    """Seconds for each media token in a full pass of each instance whose passes are known."""
-    for item in instances:
-        if item.line is not None and same_model(item.model, model):
-            num_tokens = max(media.typical_tokens, item.budget_tokens)
-            yield item.line.seconds(num_tokens) / num_tokens
+    seconds = sorted(
+        item.line.seconds(num_tokens) / num_tokens
+        for item in instances
+        if item.line is not None and same_model(item.model, model)
+        for num_tokens in [max(media.typical_tokens, item.budget_tokens)]
+    )
+    return EncodeLine(0.0, seconds[len(seconds) // 2]) if seconds else None

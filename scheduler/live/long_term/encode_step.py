@@ -6,11 +6,13 @@ prompt waits for its turn while they are encoded:
 
     rps(N_e) = min(rps of the other instances, divided as is best, N_e / (stage_s local))
 
-`local` is the share of requests that the cluster prefills itself. Without any instance that
-encodes, each prefill takes `own_s` longer instead. `EncodeSearch` finds the N_e with the highest
-rps, and the next step towards it: one instance from or to the role where that gains most. The rules
-for taking the step are those of `loop`. What a stage that is too small does not encode in time, the
-instances that prefill do (`left_share`).
+`local` is the share of requests that the cluster prefills itself. The threshold takes no account of
+the stage: it would send media to prefill clusters, whose stages no plan knows. Without any instance
+that encodes, each prefill takes `own_s` longer instead.
+
+`EncodeSearch` finds the N_e with the highest rps, and the next step towards it: one instance from
+or to the role where that gains most. The rules for taking the step are those of `loop`. What a
+stage that is too small does not encode in time, the instances that prefill do (`left_share`).
 
 Pure, without a clock. This file does not know how demand or times are measured.
 """
@@ -32,11 +34,10 @@ from scheduler.live.long_term.step_config import (
     StepReason,
     gain_of,
 )
-from scheduler.planning.division_search import best_at, best_within
-from scheduler.planning.plan import Plan
-from scheduler.planning.region_model import PdClusterModel, Region
+from scheduler.planning.plan import TARGET_LOAD, Plan
+from scheduler.planning.region_model import Region
+from scheduler.planning.solve import best_plan
 from scheduler.planning.throughput import Mode
-from scheduler.planning.wanted import TARGET_LOAD
 
 OtherRole = Literal["prefill", "decode"]
 
@@ -87,105 +88,79 @@ class EncodeSearch:
     stage: EncodeStage
     num_prefill: int
 
-    @property
-    def num_decode(self) -> int:
-        """The instances that decode now."""
-        return self._pd.num_instances - self.num_prefill
-
     @cached_property
     def present(self) -> EncodePlan:
         """The present division."""
-        return self._at(self.stage.num_encode, self.num_prefill, self._pd.num_instances)
+        return self._planned(0, self.num_prefill, self.num_prefill)
 
     @cached_property
     def best(self) -> EncodePlan:
-        """The best division. One role after the other loses an instance to the stage, or gains one,
-        for as long as that gains: the stage's part of rps rises with N_e and the other's falls.
-        """
-        found = self._within(self.stage.num_encode)
-        for way in (1, -1):
-            while self._is_possible(found.num_encode + way):
-                tried = self._within(found.num_encode + way)
-                # Of equals, the present number is the best one: it needs no conversion.
-                if tried.rps <= found.rps:
-                    break
-                found = tried
-        # The others are divided as if the stage limited nothing. Where it does, the present
-        # division may leave less to encode here, and be better. Of equals, it is the one.
-        return max(self.present, found, key=lambda item: item.rps)
+        """The best division. Of equals, the one that needs the fewest conversions."""
+        num_others = sum(self._nums.values())
+        tried = [
+            self._planned(way, min(1, self.num_prefill), max(1, num_others - way - 1))
+            for way in sorted(self._ways, key=abs)
+        ]
+        return max(self.present, *tried, key=lambda item: item.rps)
 
     def step(self, way: int) -> tuple[EncodePlan, OtherRole] | None:
         """One instance more (1) or less (-1) that encodes, and the role that loses or gains it:
         what gains most. None if no instance can change so.
         """
-        if way < 0 and not self._is_possible(self.stage.num_encode + way):
+        if way < 0 and way not in self._ways:
             return None
-        roles: tuple[OtherRole, ...] = ("prefill", "decode")
-        tried = [(self.after(way, role), role) for role in roles if way < 0 or self._can_give(role)]
+        roles = [role for role in self._nums if way < 0 or self._num_spare(role)]
         # Of equals, the first one.
+        tried = [(self.after(way, role), role) for role in roles]
         return max(tried, key=lambda item: item[0].rps, default=None)
 
     def after(self, way: int, role: OtherRole) -> EncodePlan:
         """The division after a step that takes an instance from a role, or gives it one."""
         num_prefill = self.num_prefill - (way if role == "prefill" else 0)
-        return self._at(self.stage.num_encode + way, num_prefill, self._pd.num_instances - way)
+        return self._planned(way, num_prefill, num_prefill)
 
     def scaled(self, factor: float) -> EncodeSearch:
         """The same search with so many times the media."""
         return replace(self, stage=self.stage.scaled(factor))
 
-    def _can_give(self, role: OtherRole) -> bool:
-        num = self.num_prefill if role == "prefill" else self.num_decode
-        # Both are needed: the last one of a role is never taken.
-        return num > 1 and self.stage.num_able[role] > 0
-
-    def _is_possible(self, num_encode: int) -> bool:
-        """Whether so many may encode: as far as instances can change, with one of each role left.
-        The last one that encodes stays, for as long as there are media.
-        """
-        stage = self.stage
-        if num_encode < stage.num_encode:
-            return num_encode >= max(1, stage.num_encode - stage.num_leaving)
-        spare = sum(
-            min(able, max(0, num - 1))
-            for able, num in (
-                (stage.num_able["prefill"], self.num_prefill),
-                (stage.num_able["decode"], self.num_decode),
-            )
-        )
-        return num_encode <= stage.num_encode + spare
-
     def left_share(self, rate_rps: float) -> float:
         """The share of media that the present stage leaves to instances that prefill at this rate,
         requests/s.
         """
-        stage = self.stage
-        need_s = rate_rps * stage.stage_s * _local_share(self.present.plan)
-        return max(0.0, 1 - stage.num_encode / need_s) if need_s > 0 else 0.0
+        need_s = rate_rps * self.stage.stage_s * _local_share(self.present.plan)
+        return max(0.0, 1 - self.stage.num_encode / need_s) if need_s > 0 else 0.0
 
-    def _at(self, num_encode: int, num_prefill: int, num_others: int) -> EncodePlan:
-        divisions = [{self._pd.name: num_prefill}]
-        return self._beside(num_encode, best_at(self._others(num_encode, num_others), divisions))
+    @property
+    def _nums(self) -> dict[OtherRole, int]:
+        """The instances of each other role now."""
+        (pd,) = self.region.pd_clusters
+        return {"prefill": self.num_prefill, "decode": pd.num_instances - self.num_prefill}
 
-    def _within(self, num_encode: int) -> EncodePlan:
-        num_others = self._pd.num_instances + self.stage.num_encode - num_encode
-        bounds = {self._pd.name: (min(1, self.num_prefill), max(1, num_others - 1))}
-        return self._beside(num_encode, best_within(self._others(num_encode, num_others), bounds))
+    def _num_spare(self, role: OtherRole) -> int:
+        """How many instances of a role could encode. The last one of a role is never taken."""
+        return min(self.stage.num_able[role], max(0, self._nums[role] - 1))
 
-    def _others(self, num_encode: int, num_others: int) -> Region:
-        own_s = 0.0 if num_encode else self.stage.own_s
-        return raised(self.region, own_s, num_others)
+    @property
+    def _ways(self) -> range:
+        """By how much the number that encodes may change. The last one that encodes stays, for as
+        long as there are media.
+        """
+        num, num_leaving = self.stage.num_encode, self.stage.num_leaving
+        most = sum(self._num_spare(role) for role in self._nums)
+        return range(min(0, max(1, num - num_leaving) - num), most + 1)
 
-    def _beside(self, num_encode: int, plan: Plan) -> EncodePlan:
-        rps = plan.system_rps(Mode.EXACT)
-        need_s = self.stage.stage_s * _local_share(plan)
+    def _planned(self, way: int, least: int, most: int) -> EncodePlan:
+        """The best plan with so many more that encode, and N_p within bounds."""
+        (pd,), num_encode = self.region.pd_clusters, self.stage.num_encode + way
+        others = replace(pd, num_instances=pd.num_instances - way)
+        region = replace(self.region, pd_clusters=(others,))
+        if not num_encode:
+            region = raised(region, self.stage.own_s)
+        plan = best_plan(region, bounds={pd.name: (least, most)})
+        rps, need_s = plan.system_rps(Mode.EXACT), self.stage.stage_s * _local_share(plan)
         if num_encode and need_s > 0:
             rps = min(rps, num_encode / need_s)
         return EncodePlan(plan, num_encode, rps)
-
-    @property
-    def _pd(self) -> PdClusterModel:
-        return self.region.pd_clusters[0]
 
 
 @dataclass(frozen=True)
@@ -258,14 +233,10 @@ def _holds(search: EncodeSearch, way: int, role: OtherRole) -> bool:
     return search.after(way, role).rps >= search.present.rps
 
 
-def raised(region: Region, seconds: float, num_instances: int | None = None) -> Region:
-    """The region with prefills of its PD cluster that take so much longer, whatever their length,
-    and with another number of instances there.
-    """
+def raised(region: Region, seconds: float) -> Region:
+    """The region with prefills of its PD cluster that take so much longer."""
     (pd,) = region.pd_clusters
-    num = pd.num_instances if num_instances is None else num_instances
-    changed = replace(pd, prefill=pd.prefill.raised(seconds), num_instances=num)
-    return replace(region, pd_clusters=(changed,))
+    return replace(region, pd_clusters=(replace(pd, prefill=pd.prefill.raised(seconds)),))
 
 
 def encode_wish(cluster: str, way: int, role: OtherRole, model: str) -> ConversionWish:

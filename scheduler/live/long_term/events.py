@@ -34,9 +34,8 @@ from scheduler.live.long_term.running_region import (
     RegionFacts,
     model_region,
 )
-from scheduler.planning.allocation import measured_region
 from scheduler.planning.joint import JointRegion
-from scheduler.planning.region_model import Home
+from scheduler.planning.region_model import Home, measured_region
 
 NOT_KNOWN: Final = "not_known"
 """The reason of a step when something is missing to plan with."""

@@ -33,10 +33,9 @@ Rules:
 While an instance drains it is lost to both roles. So t counts on the fewer prefill instances: at
 once if a prefill instance is taken, and until the end of the conversion if one is gained.
 
-An answer costs tens of milliseconds for one pair of clusters and seconds for several, so it is
-computed off the event loop. No I/O, no clock. `model_plan` keeps what lasts from one question to
-the next, `conversion` converts an instance, and `scheduler.routing.threshold` reacts to congestion
-within seconds.
+An answer costs tens to hundreds of milliseconds, so it is computed off the event loop. No I/O, no
+clock. `model_plan` keeps what lasts from one question to the next, `conversion` converts an
+instance, and `scheduler.routing.threshold` reacts to congestion within seconds.
 """
 
 from __future__ import annotations
@@ -68,12 +67,11 @@ from scheduler.live.long_term.step_config import (
     StepReason,
     gain_of,
 )
-from scheduler.planning.allocation import Allocation, measured_region
-from scheduler.planning.division_search import Bounds, Division, best_at, best_within, thresholds_of
 from scheduler.planning.joint import JointRegion
-from scheduler.planning.plan import Plan, has_one_threshold, threshold_plan
-from scheduler.planning.region_model import Region
-from scheduler.planning.route_search import NoRouteError
+from scheduler.planning.plan import NoRouteError, Plan
+from scheduler.planning.region_model import Allocation, Region, measured_region
+from scheduler.planning.solve import best_plan, plan_at
+from scheduler.planning.threshold_search import Bounds, threshold_plan
 from scheduler.planning.throughput import Mode
 
 __all__ = ["LongTermConfig", "LongTermDecision", "LongTermQuestion", "StepReason", "bounds_of"]
@@ -214,11 +212,11 @@ class LongTermQuestion:
     def _decide(self, measured: MeasuredTraffic) -> LongTermDecision:
         current = self.current
         model = self._modelled(measured)
-        present = best_at(model, [current.num_prefill])
-        best = best_within(model, bounds_of(current))
+        present = plan_at(model, current.num_prefill)
+        best = best_plan(model, bounds=bounds_of(current))
         kept = self._kept(model) or present
         division = self._next(best)
-        after = best_at(model, [division]) if division != current.num_prefill else present
+        after = plan_at(model, division) if division != current.num_prefill else present
         reason = self._reason(measured, (present, after, best))
         numbers = {
             "requests": measured.num_requests,
@@ -234,7 +232,7 @@ class LongTermQuestion:
         if reason is StepReason.CONVERT:
             # An instance that will prefill does not yet, and one that will decode no longer does.
             fewer = {name: min(n, division[name]) for name, n in current.num_prefill.items()}
-            tokens, adopted = self._towards(best_at(model, [fewer])), after
+            tokens, adopted = self._towards(plan_at(model, fewer)), after
         elif _gain(present, kept) >= MIN_THRESHOLD_GAIN:
             tokens, adopted = self._towards(present), present
         return LongTermDecision(
@@ -285,7 +283,7 @@ class LongTermQuestion:
             for sample in (measured.uncached, measured.output)
         )
         unlucky = self._modelled(measured, 1 - way * uncached, 1 + way * output)
-        stay, go = (best_at(unlucky, [_division(plan)]) for plan in (present, after))
+        stay, go = (plan_at(unlucky, _division(plan)) for plan in (present, after))
         return _rps(go) >= _rps(stay)
 
     def _modelled(
@@ -310,7 +308,7 @@ class LongTermQuestion:
                     division[name] += step
         return division
 
-    def _wishes(self, division: Division) -> tuple[ConversionWish, ...]:
+    def _wishes(self, division: Mapping[str, int]) -> tuple[ConversionWish, ...]:
         wishes = []
         for name, n in division.items():
             step = n - self.current.num_prefill[name]
@@ -323,7 +321,7 @@ class LongTermQuestion:
     def _towards(self, plan: Plan) -> dict[str, float]:
         """The plan's thresholds, or as far towards them as one step may go."""
         lengths = plan.region.traffic.lengths
-        found = thresholds_of(plan)
+        found = plan.thresholds()
         for name, wanted in found.items():
             present = self.current.thresholds.get(name)
             if present is None:
@@ -340,16 +338,16 @@ class LongTermQuestion:
         """The present threshold and division in this traffic; None if nothing says what they
         mean.
         """
-        current = self.current
-        if has_one_threshold(model):
-            sources = [c.name for c in model.prefill_clusters if c.num_instances]
-            if not sources or not current.thresholds:
-                return None
+        current, adopted = self.current, self.adopted
+        has_one = adopted is None or adopted.threshold_tokens is not None
+        if has_one and len(model.pd_clusters) == 1:
             # Clusters that the last plan sent nothing to have the longest prompt as threshold.
-            tokens = min(current.thresholds[name] for name in sources)
-            return threshold_plan(model, tokens, current.num_prefill[model.pd_clusters[0].name])
+            sources = {c.name for c in model.prefill_clusters if c.num_instances}
+            tokens = [t for name, t in current.thresholds.items() if name in sources]
+            num_prefill = current.num_prefill[model.pd_clusters[0].name]
+            return threshold_plan(model, min(tokens), num_prefill) if tokens else None
         try:
-            kept = self.adopted and self.adopted.kept_in(model)
+            kept = adopted and adopted.kept_in(model)
         # The adopted plan is for other clusters or links than the region has now.
         except ValueError:
             return None
@@ -373,7 +371,7 @@ def _division(plan: Plan) -> dict[str, int]:
     return {name: round(n) for name, n in plan.num_prefill.items()}
 
 
-def _steps(num_prefill: Division, plan: Plan) -> dict[str, int]:
+def _steps(num_prefill: Mapping[str, int], plan: Plan) -> dict[str, int]:
     """The change of N_p that each cluster would need."""
     return {name: n - num_prefill[name] for name, n in _division(plan).items()}
 

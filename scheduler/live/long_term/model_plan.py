@@ -19,12 +19,10 @@ from scheduler.live.long_term.conversion import ConversionWish
 from scheduler.live.long_term.encode_step import EncodeGoal, EncodeStage
 from scheduler.live.long_term.loop import LongTermConfig, LongTermDecision, LongTermQuestion
 from scheduler.live.long_term.running_region import Modelled, NotModelled
-from scheduler.planning.division_search import thresholds_of
 from scheduler.planning.joint import JointRegion
 from scheduler.planning.plan import Plan
 from scheduler.planning.region_model import Region
 from scheduler.planning.throughput import Mode
-from scheduler.planning.wanted import needed_instances
 
 
 class PlanGoal(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,11 +51,11 @@ def plan_goal(plan: Plan, rate_rps: float, encode: EncodeGoal | None = None) -> 
             cluster.name: cluster.num_instances - num_prefill[cluster.name]
             for cluster in plan.region.pd_clusters
         },
-        thresholds=thresholds_of(plan),
+        thresholds=plan.thresholds(),
         max_rps=plan.system_rps(Mode.EXACT),
         bottlenecks=[f"{part.kind} of {part.name}" for part in plan.bottlenecks(Mode.EXACT)],
-        needed_prefill=dict(needed_instances(plan, rate_rps, "prefill")),
-        needed_decode=dict(needed_instances(plan, rate_rps, "decode")),
+        needed_prefill=plan.needed_instances(rate_rps, "prefill"),
+        needed_decode=plan.needed_instances(rate_rps, "decode"),
         num_encode={} if encode is None else {pd: encode.num_encode},
         needed_encode={} if encode is None else {pd: encode.needed_encode},
     )

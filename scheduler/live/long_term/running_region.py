@@ -19,9 +19,9 @@ from scheduler.live.long_term.conversion import Conversion, never_converted
 from scheduler.live.long_term.encode_facts import encode_stage, has_stage
 from scheduler.live.long_term.encode_step import EncodeStage
 from scheduler.live.snapshots import LinkPair, Reported
-from scheduler.planning.allocation import Allocation
 from scheduler.planning.curves import Curve
 from scheduler.planning.region_model import (
+    Allocation,
     KvSize,
     Link,
     PdClusterModel,

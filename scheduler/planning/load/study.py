@@ -85,7 +85,7 @@ def draw(plan: Plan, num_requests: int, seed: int) -> Requests:
     )
     tokens = plan.region.traffic.lengths.sample(num_requests, lengths_rng)
     taken = plan.routes_at(tokens, routes_rng.random(num_requests))
-    region, routes = plan.region, plan.assignment.routes
+    region, routes = plan.region, plan.routes
     places = {cluster.name: i for i, cluster in enumerate(region.clusters)}
     pools = {pd.name: i for i, pd in enumerate(region.pd_clusters)}
     service_s = np.empty(num_requests)

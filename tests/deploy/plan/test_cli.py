@@ -14,7 +14,7 @@ from deploy.plan.cli import plan_app
 from deploy.plan.solve.case_study import KV, MIB, case_study_region
 from deploy.plan.solve.solving import Today, sweep
 from deploy.plan.values import parse_over, parse_values
-from scheduler.planning.plan import best_plan
+from scheduler.planning.threshold_search import best_threshold_plan
 from scheduler.planning.throughput import Mode
 
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "plan" / "examples" / "case-study.yaml"
@@ -140,7 +140,7 @@ def test_a_sweep_finds_break_even_and_where_the_link_stops_binding() -> None:
     """Against 12 H20 instances, by the paper's formula at about 4.3 Gbit/s; free at 12.4."""
     region = case_study_region(4, 8)
     rows = sweep(Today(region), {"link_gbps": (4.2, 4.35, 11.9, 12.5, 100.0)})
-    alone = best_plan(case_study_region(0, 12), Mode.PAPER).system_rps(Mode.PAPER)
+    alone = best_threshold_plan(case_study_region(0, 12), Mode.PAPER).system_rps(Mode.PAPER)
     paper = [row["paper_mode_rps"] for row in rows]
     assert paper[0] < alone < paper[1]
     assert paper[2] < paper[3] == pytest.approx(paper[4], rel=1e-3)

@@ -11,11 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paper_region import FAST, KV, LENGTHS, SLOW
 
-from scheduler.planning.fair_shares import PRECISION
 from scheduler.planning.joint import JointRegion
 from scheduler.planning.lengths import EmpiricalLengths
-from scheduler.planning.pair_search import best_of_pair
-from scheduler.planning.plan import Plan, best_plan
+from scheduler.planning.plan import NoRouteError, Plan
 from scheduler.planning.region_model import (
     Home,
     Link,
@@ -25,7 +23,7 @@ from scheduler.planning.region_model import (
     Traffic,
     Uplink,
 )
-from scheduler.planning.route_search import NoRouteError
+from scheduler.planning.solve import PRECISION, best_plan
 from scheduler.planning.throughput import Mode
 
 GBIT = 1e9 / 8
@@ -79,7 +77,7 @@ def test_one_home_is_planned_like_its_region() -> None:
         one = home("near", sources)
         joint = JointRegion((one,))
         assert joint.shares["", "near"] == one.region
-        expected = best_plan(one.region, Mode.EXACT)
+        expected = best_plan(one.region)
         found = joint.plans["", "near"]
         assert found.num_prefill == expected.num_prefill
         assert found.threshold_tokens == expected.threshold_tokens
@@ -88,7 +86,7 @@ def test_one_home_is_planned_like_its_region() -> None:
 
 def test_equal_homes_get_equal_shares_and_the_plan_of_half_the_cluster() -> None:
     joint = JointRegion((home("a", {"far": 8}), home("b", {"far": 8})))
-    alone = best_plan(home("a", {"far": 4}).region, Mode.EXACT)
+    alone = best_plan(home("a", {"far": 4}).region)
     for name in "ab":
         assert instances(joint, name) == {"far": pytest.approx(4)}
         plan = joint.plans["", name]
@@ -116,7 +114,7 @@ def test_a_home_that_needs_nothing_leaves_its_part_to_others() -> None:
     """`idle` has decode for one request a second at most, and prefills that alone."""
     small = home("idle", {"far": 4}, instances=16, rate_rps=0.01)
     joint = JointRegion((home("busy", {"far": 4}), small))
-    alone = best_plan(home("busy", {"far": 4}).region, Mode.EXACT).system_rps(Mode.EXACT)
+    alone = best_plan(home("busy", {"far": 4}).region).system_rps(Mode.EXACT)
     assert joint.plans["", "busy"].system_rps(Mode.EXACT) == pytest.approx(alone, rel=0.02)
     assert joint.levels["", "idle"] > joint.levels["", "busy"]
 
@@ -184,7 +182,7 @@ def test_the_least_level_is_what_brute_force_finds(rates: tuple[float, float], g
             far = replace(region.prefill_clusters[0], num_instances=5 * part)
             link = replace(region.links[0], bytes_per_s=gbps * GBIT * part)
             there = replace(region, prefill_clusters=(far,), links=(link,))
-            found.append(best_of_pair(there, Mode.EXACT)[2] / one.rate_rps)
+            found.append(best_plan(there).system_rps(Mode.EXACT) / one.rate_rps)
         return found
 
     parts = np.linspace(0.0, 1.0, 51)

@@ -1,4 +1,4 @@
-"""The search: the grid against brute force and the linear program, corners, plans that are kept."""
+"""A pair of clusters: the grid against brute force and the linear program, corners, kept plans."""
 
 from dataclasses import replace
 
@@ -16,8 +16,7 @@ from scheduler.planning.load.study import (
     study_load,
     system_of,
 )
-from scheduler.planning.pair_search import best_of_pair, search_pair, threshold_grid
-from scheduler.planning.plan import best_plan, threshold_plan
+from scheduler.planning.plan import TARGET_LOAD, NoRouteError
 from scheduler.planning.region_model import (
     Link,
     PdClusterModel,
@@ -25,7 +24,12 @@ from scheduler.planning.region_model import (
     Region,
     Traffic,
 )
-from scheduler.planning.route_search import NoRouteError, search_routes
+from scheduler.planning.solve import best_plan
+from scheduler.planning.threshold_search import (
+    best_threshold_plan,
+    search_thresholds,
+    threshold_plan,
+)
 from scheduler.planning.throughput import Mode
 
 
@@ -56,24 +60,30 @@ def several() -> Region:
 @pytest.mark.parametrize("mode", list(Mode))
 def test_the_search_finds_what_brute_force_finds(mode: Mode) -> None:
     region = pair()
-    threshold, num_prefill, rps = best_of_pair(region, mode)
-    every = search_pair(region, mode, np.arange(100, 131_000, 25), np.arange(8))
-    assert rps >= every.system_rps.max()
-    assert rps == pytest.approx(every.system_rps.max(), rel=1e-3)
+    plan = best_threshold_plan(region, mode)
+    every = search_thresholds(region, mode, np.arange(100, 131_000, 25), np.arange(8))
+    most_rps = every.system_rps.max()
+    assert most_rps <= plan.system_rps(mode) == pytest.approx(most_rps, rel=1e-3)
     row, column = every.best
-    assert num_prefill == every.num_prefill[column]
-    assert threshold == pytest.approx(every.split.threshold_tokens[row], abs=50)
+    assert plan.num_prefill == {"near": every.num_prefill[column]}
+    assert plan.threshold_tokens == pytest.approx(every.split.threshold_tokens[row], abs=50)
 
 
 @pytest.mark.parametrize("gbps", [1, 5, 100])
 def test_the_linear_program_agrees_with_the_grid(gbps: float) -> None:
     region = pair(gbps=gbps)
-    found = search_routes(region)
-    assert found.system_rps == pytest.approx(best_of_pair(region, Mode.EXACT)[2], rel=1e-3)
+    # Nothing uses the second PD cluster, which makes it a region of several clusters.
+    unlinked = PdClusterModel("unlinked", 1, SLOW, 20, 0.025)
+    several = replace(region, pd_clusters=(*region.pd_clusters, unlinked))
+    expected = best_plan(region)
+    plan = best_plan(several, bounds={"near": (0, 8), "unlinked": (1, 1)})
+    rps = expected.system_rps(Mode.EXACT)
+    assert plan.system_rps(Mode.EXACT) == pytest.approx(rps, rel=1e-3)
+    assert plan.num_prefill["near"] == expected.num_prefill["near"]
 
 
 def test_the_balance_of_equation_7_holds_at_the_optimum() -> None:
-    plan = best_plan(pair(), Mode.PAPER)
+    plan = best_threshold_plan(pair(), Mode.PAPER)
     assert {(part.kind, part.name) for part in plan.bottlenecks(Mode.PAPER)} == {
         ("prefill", "far"),
         ("prefill", "near"),
@@ -81,7 +91,7 @@ def test_the_balance_of_equation_7_holds_at_the_optimum() -> None:
 
 
 def test_without_a_prefill_cluster_everything_stays() -> None:
-    plan = best_plan(pair(num_fast=0, num_slow=12), Mode.PAPER)
+    plan = best_threshold_plan(pair(num_fast=0, num_slow=12), Mode.PAPER)
     assert plan.offload_fraction == 0
     assert plan.num_prefill == {"near": 9}
     assert plan.system_rps(Mode.PAPER) == pytest.approx(2.11, rel=0.01)
@@ -89,30 +99,30 @@ def test_without_a_prefill_cluster_everything_stays() -> None:
 
 def test_naive_offloading_is_a_corner_that_is_chosen_where_it_is_best() -> None:
     region = replace(pair(num_fast=40), traffic=Traffic(LENGTHS.scaled(0.2), 1024, 27_000))
-    plan = best_plan(region, Mode.EXACT)
+    plan = best_plan(region)
     assert plan.num_prefill == {"near": 0}
     assert plan.offload_fraction == pytest.approx(1)
     assert plan.threshold_tokens == 0
 
 
 def test_a_dead_slow_link_means_no_offloading() -> None:
-    plan = best_plan(pair(gbps=1e-6), Mode.EXACT)
-    alone = best_plan(pair(num_fast=0), Mode.EXACT)
+    plan = best_plan(pair(gbps=1e-6))
+    alone = best_plan(pair(num_fast=0))
     assert plan.offload_fraction < 1e-6
     assert plan.system_rps(Mode.EXACT) == pytest.approx(alone.system_rps(Mode.EXACT), rel=1e-3)
 
 
 def test_shared_instances_are_never_worse() -> None:
-    whole, shared = (best_plan(pair(), Mode.EXACT, whole=w) for w in (True, False))
+    whole, shared = (best_plan(pair(), whole=w) for w in (True, False))
     assert shared.system_rps(Mode.EXACT) > whole.system_rps(Mode.EXACT)
     assert shared.num_prefill["near"] != round(shared.num_prefill["near"])
 
 
 def test_several_clusters_use_what_they_have() -> None:
     region = several()
-    plan = best_plan(region, Mode.EXACT)
+    plan = best_plan(region)
     assert plan.threshold_tokens is None
-    assert plan.assignment.flow.sum() == pytest.approx(1)
+    assert plan.flow.sum() == pytest.approx(1)
     rps = plan.system_rps(Mode.EXACT)
     for left_out in ("far", "third"):
         fewer = replace(
@@ -120,23 +130,23 @@ def test_several_clusters_use_what_they_have() -> None:
             prefill_clusters=tuple(c for c in region.prefill_clusters if c.name != left_out),
             links=tuple(k for k in region.links if k.source != left_out),
         )
-        assert best_plan(fewer, Mode.EXACT).system_rps(Mode.EXACT) < rps
-    shares = {r.name: plan.assignment.share(i) for i, r in enumerate(plan.assignment.routes)}
+        assert best_plan(fewer).system_rps(Mode.EXACT) < rps
+    shares = {r.name: plan.share(i) for i, r in enumerate(plan.routes)}
     assert shares["third to other"] > 0
-    relaxed = search_routes(region, whole=False)
-    assert relaxed.system_rps >= rps * (1 - 1e-6)
+    relaxed = best_plan(region, whole=False)
+    assert relaxed.system_rps(Mode.EXACT) >= rps * (1 - 1e-6)
 
 
 def test_no_instance_at_all_is_an_error() -> None:
-    with pytest.raises(NoRouteError, match="no PD cluster has an instance"):
-        search_routes(pair(num_slow=0))
+    with pytest.raises(NoRouteError, match="near has no instance"):
+        best_plan(pair(num_slow=0))
 
 
 def test_todays_plan_in_another_region() -> None:
-    plan = best_plan(pair(), Mode.EXACT)
+    plan = best_plan(pair())
     kept = plan.kept_in(pair(gbps=5))
     assert kept.offload_fraction == pytest.approx(plan.offload_fraction)
-    best = best_plan(pair(gbps=5), Mode.EXACT).system_rps(Mode.EXACT)
+    best = best_plan(pair(gbps=5)).system_rps(Mode.EXACT)
     assert kept.system_rps(Mode.EXACT) < 0.7 * best
     shorter = replace(pair(), traffic=Traffic(LENGTHS.scaled(0.5), 1024, 27_000))
     kept = plan.kept_in(shorter)
@@ -164,7 +174,7 @@ def test_cost_counts_instances_and_egress() -> None:
 
 
 def test_first_tokens_take_longer_under_load() -> None:
-    plan = best_plan(pair(), Mode.EXACT)
+    plan = best_plan(pair())
     idle, *points = study_load(plan, (0.05, 0.3, 0.7, 0.95), num_requests=8000)
     assert points[0].ttft.p90_s < points[1].ttft.p90_s < points[2].ttft.p90_s
     empty = plan.empty_ttft()
@@ -175,7 +185,7 @@ def test_first_tokens_take_longer_under_load() -> None:
 
 
 def test_a_simulated_plan_is_as_busy_as_the_model_says() -> None:
-    plan = best_plan(several(), Mode.EXACT)
+    plan = best_plan(several())
     rate_rps = 0.6 * plan.system_rps(Mode.EXACT)
     made = at_rate(draw(plan, 150_000, seed=1), rate_rps)
     line = simulate_plan(plan, rate_rps, num_requests=150_000).timeline
@@ -205,7 +215,20 @@ def test_few_distinct_lengths_are_planned_exactly() -> None:
     region = replace(
         pair(), traffic=Traffic(EmpiricalLengths.of([1000, 1000, 60_000]), 256, 21_000)
     )
-    threshold, _, rps = best_of_pair(region, Mode.EXACT)
-    assert 0 <= threshold <= 60_000
-    assert rps == pytest.approx(search_routes(region).system_rps, rel=0.35)
-    assert len(threshold_grid(region)) >= 3
+    every = [threshold_plan(region, t, n) for t in (0, 1000, 60_000) for n in range(8)]
+    best_rps = max(plan.system_rps(Mode.EXACT) for plan in every)
+    assert best_plan(region).system_rps(Mode.EXACT) == pytest.approx(best_rps)
+
+
+def test_a_load_asks_for_instances_in_proportion() -> None:
+    """At its target load a part needs the instances that it has."""
+    plan = best_plan(pair())
+    for part in plan.resources(Mode.EXACT):
+        if part.kind != "link":
+            needed = plan.needed_instances(TARGET_LOAD * part.system_rps, part.kind)
+            assert needed[part.name] == pytest.approx(part.capacity)
+    for kind, names in (("prefill", {"far", "near"}), ("decode", {"near"})):
+        none, once, twice = (plan.needed_instances(rate_rps, kind) for rate_rps in (0.0, 1.0, 2.0))
+        assert once.keys() == names
+        assert set(none.values()) == {0.0}
+        assert twice == pytest.approx({name: 2 * num for name, num in once.items()})

@@ -15,7 +15,7 @@ from scheduler.live.admission import AdmissionConfig
 from scheduler.live.core import Event, LiveScheduler
 from scheduler.live.feedback import Prefilled
 from scheduler.live.long_term.loop import LongTermConfig
-from scheduler.planning.plan import best_plan
+from scheduler.planning.solve import best_plan
 from scheduler.planning.throughput import Mode
 from scheduler.replay.driver import replay
 from scheduler.replay.jobs import Fate
@@ -74,7 +74,7 @@ def recorded() -> Recorded:
     """Two minutes with more load than the region can take, and longer answers than it is set to."""
     model = shaky_model()
     traffic = model.region.traffic
-    rate_rps = 1.2 * best_plan(model.region, Mode.EXACT).system_rps(Mode.EXACT)
+    rate_rps = 1.2 * best_plan(model.region).system_rps(Mode.EXACT)
     phase = Phase(
         duration_s=120,
         rate_rps=rate_rps,

@@ -21,9 +21,10 @@ from scheduler.planning.load.queueing import (
     System,
     simulate,
 )
-from scheduler.planning.plan import Plan, best_plan
+from scheduler.planning.plan import Plan
 from scheduler.planning.prefix_reuse import TracePrompt
 from scheduler.planning.region_model import Region
+from scheduler.planning.solve import best_plan
 from scheduler.planning.throughput import Mode
 from scheduler.replay.driver import replay
 from scheduler.replay.jobs import Fate
@@ -47,7 +48,7 @@ def region() -> Region:
 
 @cache
 def plan() -> Plan:
-    return best_plan(region(), Mode.EXACT)
+    return best_plan(region())
 
 
 def poisson(load: float, duration_s: float, seed: int = 1) -> Workload:

@@ -13,17 +13,18 @@ from scheduler.live.long_term.conversion import ConversionWish, PdRole
 from scheduler.live.long_term.loop import LongTermConfig, LongTermDecision, StepReason
 from scheduler.live.long_term.model_plan import ModelPlan
 from scheduler.live.long_term.running_region import Modelled
-from scheduler.planning.allocation import Allocation, measured_region
-from scheduler.planning.division_search import best_at, best_within, thresholds_of
 from scheduler.planning.lengths import EmpiricalLengths
-from scheduler.planning.plan import best_plan, threshold_plan
 from scheduler.planning.region_model import (
+    Allocation,
     Link,
     PdClusterModel,
     PrefillClusterModel,
     Region,
     Traffic,
+    measured_region,
 )
+from scheduler.planning.solve import best_plan, plan_at
+from scheduler.planning.threshold_search import threshold_plan
 from scheduler.planning.throughput import Mode
 
 PERIOD_S = 300.0
@@ -112,10 +113,10 @@ class World:
 
     @classmethod
     def planned_for(cls, region: Region, **settings: float) -> "World":
-        plan = best_plan(region, Mode.EXACT)
+        plan = best_plan(region)
         num_prefill = int(plan.num_prefill["near"])
         num_decode = region.pd_clusters[0].num_instances - num_prefill
-        current = allocation(thresholds_of(plan)["far"], num_prefill, num_decode)
+        current = allocation(plan.thresholds()["far"], num_prefill, num_decode)
         return cls(region, current, **settings)  # type: ignore[arg-type]
 
     def period(self, region: Region) -> LongTermDecision:
@@ -155,7 +156,7 @@ class World:
         """The re-solved optimum with an instance of each role at least."""
         if region.traffic not in self._best_rps:
             most = region.pd_clusters[0].num_instances - 1
-            best = best_within(region, {"near": (1, most)})
+            best = best_plan(region, bounds={"near": (1, most)})
             self._best_rps[region.traffic] = best.system_rps(Mode.EXACT)
         return self._best_rps[region.traffic]
 
@@ -216,7 +217,7 @@ def test_a_shift_that_needs_more_instances_gets_one_a_period(
     for _ in range(2):
         world.period(after)
     assert world.num_prefill == start + 2
-    reachable = best_at(after, [{"near": start + 2}]).system_rps(Mode.EXACT)
+    reachable = plan_at(after, {"near": start + 2}).system_rps(Mode.EXACT)
     assert world.rps(after) >= 0.95 * reachable
     for _ in range(distance + 2):
         world.period(after)
@@ -240,7 +241,7 @@ def test_constant_load_converts_nothing_in_a_day() -> None:
 def test_a_day_of_noise_at_a_tie_converts_nothing() -> None:
     """Few requests, and an output length at which 3 and 4 prefill instances sustain the same."""
     region = pair(output=0.98)
-    tied = [best_at(region, [{"near": n}]).system_rps(Mode.EXACT) for n in (3, 4)]
+    tied = [plan_at(region, {"near": n}).system_rps(Mode.EXACT) for n in (3, 4)]
     assert tied[0] == pytest.approx(tied[1], rel=0.01)
     world = World.planned_for(region, load=0.05, period_s=600)
     for _ in range(144):
@@ -370,7 +371,7 @@ def test_several_clusters_step_together_towards_their_best() -> None:
         num_decode={"near": 7, "other": 1},
     )
     loop = Loop()
-    before = best_at(region, [current.num_prefill]).system_rps(Mode.EXACT)
+    before = plan_at(region, current.num_prefill).system_rps(Mode.EXACT)
     decision = loop.step(region, exactly(region), current, 0)
     assert decision.reason is StepReason.CONVERT
     assert set(decision.conversions) == {
@@ -434,8 +435,8 @@ def test_a_slower_link_never_lowers_t(
     found = []
     for rate in sorted(gbps):
         region = pair(gbps=rate, scale=scale, output=output)
-        plan = best_at(region, [{"near": 3}])
-        found.append(thresholds_of(plan)["far"])
+        plan = plan_at(region, {"near": 3})
+        found.append(plan.thresholds()["far"])
     assert found[0] >= found[1] * 0.999
 
 
