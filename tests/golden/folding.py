@@ -15,6 +15,8 @@ from typing import Final
 
 _WORTH: Final = 0.8
 """A file is shown by what differs if that is shorter than this share of it."""
+_ENOUGH: Final = 40
+"""So many characters of a line that is left out say which one it is."""
 _CANDIDATES: Final = 4
 """Of so many files with the most similar lines, and as many more with the most similar shapes, the
 one by which a file is shown in the fewest characters is taken.
@@ -89,8 +91,13 @@ def _diff(before: list[str], text: list[str]) -> Iterator[str]:
         yield "@@\n"
         same = end - start == other_end - other
         if not same:
-            yield from (f"-{line}\n" for line in before[start:end])
+            # Their whole text is where the other file is shown.
+            yield from (f"-{_shorten(line)}\n" for line in before[start:end])
         yield from (f"{'~' if same else '+'}{line}\n" for line in text[other:other_end])
+
+
+def _shorten(line: str) -> str:
+    return line if len(line) <= _ENOUGH else f"{line[:_ENOUGH]}…"
 
 
 def _opcodes(before: list[str], text: list[str]) -> list[tuple[str, int, int, int, int]]:

@@ -46,6 +46,8 @@ SETTINGS_HERE: Final = ("demo", "paced", "shared")
 """Those of them whose settings are shown as `prfaas up` writes them."""
 _CHECKSUM: Final = re.compile(r"(?<=checksum/config: )[0-9a-f]{64}")
 _SETTINGS: Final = re.compile(r"^  (\S+\.json): \|-\n((?:    .*\n)+)", re.MULTILINE)
+_JSON_WORD: Final = re.compile(r"^.*\{\\?\".*$", re.MULTILINE)
+_JSON_KEY: Final = re.compile(r", (?=\\?\")")
 _OBJECT: Final = re.compile(r"^(?=\{\{- if )", re.MULTILINE)
 
 
@@ -92,17 +94,22 @@ def divided(name: str, text: str) -> Iterator[tuple[str, str]]:
     if name == "chart/values.schema.json":
         yield name, "\n".join(lines_of_schema(json.loads(text)))
     elif name.endswith(".service"):
-        # A word of a command a line, and a key of its JSON.
-        yield name, text.replace('" "', '"\n  "').replace(', \\"', ',\n    \\"')
+        # A word of a command a line.
+        yield name, apart(text.replace('" "', '"\n  "'))
     elif name.startswith(("chart/templates/", "objects/")) and name.endswith(".yaml"):
         objects = [each for each in _OBJECT.split(text) if each]
         for number, each in enumerate(objects, 1):
             part = f"{name} {number}.yaml" if len(objects) > 1 else name
-            yield part, _SETTINGS.sub(r"  \1: <below>\n", each)
+            yield part, apart(_SETTINGS.sub(r"  \1: <below>\n", each))
             for settings in _SETTINGS.finditer(each):
                 yield f"{part} {settings[1]}", dedent(settings[2])
     else:
         yield name, text
+
+
+def apart(text: str) -> str:
+    """The text with each key of JSON in a word of a command on a line of its own."""
+    return _JSON_WORD.sub(lambda line: _JSON_KEY.sub(",\n    ", line[0]), text)
 
 
 def lines_of_schema(schema: dict[str, Any]) -> Iterator[str]:
@@ -189,7 +196,7 @@ def started(region: str) -> dict[str, str]:
         given["KEYS"] = str(owners[0].parent)
         files = launched(file, given, here / "run")
         names = {given["KEYS"]: "$HERE/keys", folder: "$TMP"}
-        return {name: plain(text, names) for name, text in files.items()}
+        return {name: apart(plain(text, names)) for name, text in files.items()}
 
 
 @pytest.mark.parametrize("region", RUNS_HERE)
