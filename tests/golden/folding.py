@@ -17,6 +17,8 @@ _WORTH: Final = 0.8
 """A file is shown by what differs if that is shorter than this share of it."""
 _ENOUGH: Final = 40
 """So many characters of a line that is left out say which one it is."""
+_FIRST_LINES: Final = 3
+"""So many of consecutive lines that are left out are shown."""
 _CANDIDATES: Final = 4
 """Of so many files with the most similar lines, and as many more with the most similar shapes, the
 one by which a file is shown in the fewest characters is taken.
@@ -92,7 +94,9 @@ def _diff(before: list[str], text: list[str]) -> Iterator[str]:
         same = end - start == other_end - other
         if not same:
             # Their whole text is where the other file is shown.
-            yield from (f"-{_shorten(line)}\n" for line in before[start:end])
+            yield from (f"-{_shorten(line)}\n" for line in before[start:end][:_FIRST_LINES])
+            if (num_more := end - start - _FIRST_LINES) > 0:
+                yield f"- and {num_more} more\n"
         yield from (f"{'~' if same else '+'}{line}\n" for line in text[other:other_end])
 
 

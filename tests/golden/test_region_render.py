@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
 from textwrap import dedent
 from typing import Any, Final
@@ -90,7 +90,7 @@ def rendered(target: str, region: str, *more: str) -> tuple[str, dict[str, str]]
 
 def divided(name: str, text: str) -> Iterator[tuple[str, str]]:
     """A file's parts that are worth a comparison of their own, by name."""
-    text = _CHECKSUM.sub("<digest>", text)
+    file, text = PurePath(name), _CHECKSUM.sub("<digest>", text)
     if name == "chart/values.schema.json":
         yield name, "\n".join(lines_of_schema(json.loads(text)))
     elif name.endswith(".service"):
@@ -99,7 +99,7 @@ def divided(name: str, text: str) -> Iterator[tuple[str, str]]:
     elif name.startswith(("chart/templates/", "objects/")) and name.endswith(".yaml"):
         objects = [each for each in _OBJECT.split(text) if each]
         for number, each in enumerate(objects, 1):
-            part = f"{name} {number}.yaml" if len(objects) > 1 else name
+            part = f"{file.stem} {number}.yaml" if file.parent.name == "templates" else name
             yield part, apart(_SETTINGS.sub(r"  \1: <below>\n", each))
             for settings in _SETTINGS.finditer(each):
                 yield f"{part} {settings[1]}", dedent(settings[2])
@@ -127,7 +127,7 @@ def compared(target: str, region: str, *more: str) -> str:
     text, files = rendered(target, region, *more)
     if target == "kubernetes" and (region != BASES[target] or more):
         # Its objects are the templates filled in.
-        files = {name: file for name, file in files.items() if "/templates/" not in name}
+        files = {name: file for name, file in files.items() if "/" in name}
     known: dict[str, str] = {}
     if target == "prometheus":
         paths = [SHIPPED / "alerts.yaml", *(SHIPPED / "dashboards").iterdir()]
