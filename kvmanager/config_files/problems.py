@@ -45,7 +45,7 @@ class FileError(Exception):
 
 def suggestion(wrong: str, known: Iterable[str]) -> str:
     """ "; did you mean 'x'?" for a near miss, else the known words."""
-    known = sorted(known)
+    known = sorted(set(known))
     near = difflib.get_close_matches(wrong, known, n=1, cutoff=0.6)
     if near:
         return f"; did you mean {near[0]!r}?"

@@ -26,12 +26,10 @@ from hostile import (
 from transport_doubles import MemorySpace, RecordingListener, make_spec
 from transport_network import WELCOME, PlayedReceiver, is_readable
 
+from transport import OutgoingTransfer, PeerError, Sender, TransferState, TransportError
 from transport.config import TransportConfig
-from transport.errors import PeerError, TransportError
-from transport.interfaces import TransferState
 from transport.receiving.incoming_transfer import IncomingTransfer
 from transport.receiving.reception import Reception
-from transport.sending.sender import OutgoingTransfer, Sender
 from transport.wire.frame_reader import FrameReader, Step
 from transport.wire.frames import (
     MAX_CONTROL_BYTES,

@@ -19,10 +19,9 @@ from itertools import pairwise
 from transport_doubles import MemoryRegistry, MemorySpace, make_spec
 from xxhash import xxh3_64_intdigest
 
+from transport import ByteSpace, Refused
 from transport.codec.codecs import Codec, encode
 from transport.config import TransportConfig
-from transport.errors import Refused
-from transport.interfaces import ByteSpace
 from transport.receiving.incoming_transfer import IncomingTransfer
 from transport.receiving.reception import Reception
 from transport.wire.digest import digest_of

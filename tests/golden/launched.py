@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 
 from prfaas_commands import plain
@@ -23,6 +24,19 @@ _PORT = re.compile(r"(?<![\w.])(?:2\d{4}|3[01]\d{3}|32000)(?![\w.])")
 """Ports that the launcher chooses at random."""
 _ARENA = re.compile(r"(?<=-)[0-9a-f]{12}(?=\")")
 """A digest of the directory of the run, in names of arenas."""
+
+
+class PortsInOrder:
+    """Stands in for the module `random` of the launcher, which chooses ports by it."""
+
+    def Random(self) -> PortsInOrder:
+        return PortsInOrder()
+
+    def __init__(self) -> None:
+        self._ports = count(20000)
+
+    def randint(self, first: int, last: int) -> int:
+        return next(self._ports)
 
 
 class _Seen(Exception):
@@ -69,7 +83,7 @@ def _texts(running: RunningRegion, planned: list[PlannedProcess]) -> dict[str, s
     ports = {item.address.rpartition(":")[2]: f"<{item.name}>" for item in planned}
 
     def named(found: re.Match[str]) -> str:
-        return ports.setdefault(found[0], f"<port {len(ports)}>")
+        return ports.setdefault(found[0], f"<port-{len(ports)}>")
 
     return {
         name: _ARENA.sub("<digest>", _PORT.sub(named, plain(text, names)))

@@ -9,7 +9,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +18,7 @@ from typing import Any, Final
 import msgspec
 import pytest
 import yaml
+from folding import folded
 from golden import check
 from prfaas_commands import ENVIRONMENT, ROOT, plain, refusals, said, shown
 from stored_gateway import stored, stored_gateway
@@ -155,6 +157,7 @@ ASKED: Final = {
     ),
 }
 NOT_OF_A_GATEWAY: Final = ("status", "down", "health")
+_REQUEST: Final = re.compile(r"^(?=request  )", re.MULTILINE)
 _MOMENT: Final = re.compile(r'(?<="started_s": )1\d{9}\.\d+')
 _DATE: Final = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:Z|\+00:00)")
 
@@ -172,7 +175,7 @@ def test_plans(name: str) -> None:
     paths = {"$EXAMPLES": str(ROOT / "deploy" / "plan" / "examples"), "$HERE": str(FOLDER)}
     paths["$ROOT"] = str(ROOT)
     texts = [said(in_words(command, paths)) for command in PLANNED[name]]
-    check(FOLDER / f"{name}.txt", "\n".join(texts))
+    check(FOLDER / f"{name}.txt", folded(dict(parts(texts))))
 
 
 def test_every_mistake_in_a_plan_is_told_with_its_place_and_a_cure(tmp_path: Path) -> None:
@@ -183,7 +186,8 @@ async def answered(commands: Iterable[str], folder: Path) -> str:
     """What commands print that ask a gateway with the stored answers, and what they order."""
     texts: list[str] = []
     orders: list[str] = []
-    async with stored_gateway(stored(FOLDER / "answers.yaml"), orders) as url:
+    answers = stored(FOLDER / "answers.yaml")
+    async with stored_gateway(answers, orders) as url:
         paths = {"$GATEWAY": url, "$TMP": str(folder)}
         names = {path: name for name, path in paths.items()}
         for command in commands:
@@ -193,7 +197,19 @@ async def answered(commands: Iterable[str], folder: Path) -> str:
             orders.clear()
             text = await asyncio.to_thread(said, words, names)
             texts.append("".join([text, *orders]))
-    return _MOMENT.sub("<time>", "\n".join(texts))
+    # What a gateway answers is shown in `answers.yaml`.
+    shown = {f"answer {name}": json.dumps(answer, indent=1) for name, answer in answers.items()}
+    return _MOMENT.sub("<time>", folded(dict(parts(texts)), shown))
+
+
+def parts(texts: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """What each command prints, by its command line, and each of several requests apart."""
+    seen: Counter[str] = Counter()
+    for text in texts:
+        command, _, output = text.removeprefix("$ prfaas ").partition("\n")
+        for part in filter(None, _REQUEST.split(output)):
+            seen[command] += 1
+            yield command if seen[command] == 1 else f"{command} ({seen[command]})", part
 
 
 @pytest.mark.parametrize("name", ASKED)

@@ -13,6 +13,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 from zlib import crc32
@@ -39,6 +40,7 @@ MARKS: Final = {"shift": pytest.mark.slow}
 """Traffic shifts by periods of five minutes, 25,000 requests at the smallest scale."""
 LETTERS: Final = string.ascii_letters + string.digits + "!#$%&*+-/<=>?@^_~"
 PER_LINE: Final = 50
+CHANGES_PER_LINE: Final = 10
 USUAL: Final = ("", "home", "nothing_saved", "admitted", "done")
 """What goes without saying of a request."""
 
@@ -74,13 +76,20 @@ def lines_of(document: dict[str, Any]) -> Iterator[str]:
 
 
 def changes(series: dict[str, list[float]]) -> Iterator[str]:
-    """When each threshold was another one than before."""
+    """Each threshold where it was another one than before, and from which second on."""
     for name, values in series.items():
-        last = ""
-        for at_s, value in zip(series["at_s"], values, strict=True):
-            if name.startswith("threshold:") and (words := words_of(value)) != last:
-                yield f"{name}: {words} at {at_s:.0f} s"
-                last = words
+        if not name.startswith("threshold:"):
+            continue
+        pairs = [
+            (words_of(value), at_s) for at_s, value in zip(series["at_s"], values, strict=True)
+        ]
+        steps = [
+            f"{words} at {at_s:.0f}"
+            for (before, _), (words, at_s) in pairwise([("", 0.0), *pairs])
+            if words != before
+        ]
+        for at in range(0, len(steps), CHANGES_PER_LINE):
+            yield f"{name}: {', '.join(steps[at : at + CHANGES_PER_LINE])}"
 
 
 def decided(request: dict[str, Any]) -> str:

@@ -28,7 +28,7 @@ from prfaas.engines.discovery.found import DiscoverySection, Found
 from prfaas.engines.health import ProbeTiming
 from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.members import LetGo
-from transport.errors import LocalError
+from transport import LocalError
 
 NAME = "_engine._tcp.east.test."
 

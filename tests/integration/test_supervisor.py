@@ -107,7 +107,8 @@ async def main():
     spec = ProcessSpec("dummy", [sys.executable, "-c", {FAMILY!r}, "stubborn"],
                        Path({str(tmp_path)!r}) / "dummy.log", os.environ, term_grace_s=0.3)
     child = await ChildProcess.start(spec)
-    await eventually(lambda: child.log_tail().count("up") >= 2)
+    while child.log_tail().count("up") < 2:
+        await asyncio.sleep(0.02)
     print(child.pid, flush=True)
     await asyncio.sleep(60)
 asyncio.run(main())

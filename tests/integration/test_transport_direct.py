@@ -11,9 +11,7 @@ import pytest
 from transport_doubles import MemorySpace, RecordingListener, make_spec
 from transport_loopback import LoopbackPair, eventually
 
-from transport import TransportConfig
-from transport.errors import TransportError
-from transport.sending.sender import OutgoingTransfer
+from transport import OutgoingTransfer, TransportConfig, TransportError
 from transport.testing.proxy import HurtfulProxy
 
 KIB = 1024

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from transport_doubles import MemorySpace, make_spec
 from transport_loopback import LoopbackPair
 
-from transport import TransportConfig
-from transport.interfaces import OutgoingSpec
+from transport import OutgoingSpec, TransportConfig
 from transport.receiving import connection as connection_module
 from transport.sockets import Buffer, PlainStream
 from transport.wire.frames import FrameType, encode_header, encode_open

@@ -10,8 +10,7 @@ from contextlib import closing
 import psutil
 from transport_loopback import LoopbackPair, eventually
 
-from transport import Endpoint, TransportConfig
-from transport.sending.paths import LinkPath
+from transport import Endpoint, LinkPath, TransportConfig
 from transport.testing.proxy import HurtfulProxy
 
 MIB = 1 << 20

@@ -16,8 +16,15 @@ from transport_doubles import MemorySpace, RecordingListener, make_spec
 from transport_loopback import eventually
 from transport_network import Network, answer, is_ended, opening, played_sender
 
-from transport import Endpoint, LocalError, PeerError, Sender, TransferState, TransportConfig
-from transport.interfaces import ByteSpace
+from transport import (
+    ByteSpace,
+    Endpoint,
+    LocalError,
+    PeerError,
+    Sender,
+    TransferState,
+    TransportConfig,
+)
 from transport.testing.proxy import BOTH, Direction
 from transport.wire.frames import FrameType, encode_data_header, encode_frame, encode_ranges
 

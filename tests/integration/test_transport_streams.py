@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from transport.errors import LinkError
+from transport import LinkError
 from transport.sockets import MAX_WAIT_BYTES, PlainStream
 
 KIB = 1024

@@ -27,7 +27,7 @@ from scheduler.live.ledger import DirectPrompt, Ledger, PrefillLeg
 from scheduler.live.tenants import TenantLedger, TenantLimit
 from scheduler.routing.front_placement import Room
 from scheduler.routing.prefix_demand import CachedPrefix, DemandTracker
-from transport.interfaces import Priority
+from transport import Priority
 from transport.sending.fair_queue import FairQueue
 
 HOURS = 24

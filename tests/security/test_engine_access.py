@@ -25,8 +25,7 @@ from kvmanager.vllm_connector.key_guard import KEY_FILE_VARIABLE
 from prfaas.engines.access import EngineAccess
 from prfaas.engines.client import EngineHttp, open_session
 from prfaas.engines.command import KEY_GUARD
-from transport import TlsFiles
-from transport.errors import LocalError
+from transport import LocalError, TlsFiles
 from transport.tls import server_context
 
 EXAMPLE = Path(__file__).parents[2] / "deploy" / "region" / "examples" / "demo.yaml"

@@ -28,8 +28,7 @@ from kvmanager.directory.config import DirectoryConfig
 from kvmanager.metrics_server import MetricsServer
 from local_pd.front_config import PdFrontConfig
 from prfaas.front_config import PrefillFrontConfig
-from transport import Endpoint
-from transport.errors import LocalError
+from transport import Endpoint, LocalError
 from transport.region_key import new_key
 
 ANYWHERE = Endpoint("127.0.0.1", 0)

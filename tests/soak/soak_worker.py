@@ -28,6 +28,8 @@ from transport_loopback import Census
 
 from transport import (
     Endpoint,
+    OutgoingSpec,
+    OutgoingTransfer,
     Receiver,
     Refused,
     Sender,
@@ -36,8 +38,6 @@ from transport import (
     TransportConfig,
     TransportError,
 )
-from transport.interfaces import OutgoingSpec
-from transport.sending.sender import OutgoingTransfer
 
 MIB = 1024 * 1024
 BASE_BYTES = 80 * MIB

@@ -246,7 +246,7 @@ async def link_is_usable(url: str) -> bool:
             links = (await response.json())["links"]
     return any(
         link["source"] == "prefill-a"
-        and link["condition"] != "down"
+        and link["condition"] not in ("down", "congested")
         and link["available_bytes_per_s"] != 0
         and link["age_s"] is not None
         and link["age_s"] <= HEARD_LATELY_S

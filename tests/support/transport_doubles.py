@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import threading
 
-from transport.endpoint import Endpoint
-from transport.errors import Refused, TransportError
-from transport.interfaces import ByteSpace, OutgoingSpec
+from transport import ByteSpace, Endpoint, OutgoingSpec, Refused, TransportError
 from transport.wire.frames import FrameType
 from transport.wire.handshake import VERSION, Hello, own_hello
 

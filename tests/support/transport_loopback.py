@@ -17,12 +17,8 @@ from typing import Self
 
 from transport_doubles import MemoryRegistry, MemorySpace, RecordingListener, make_spec
 
+from transport import Endpoint, LinkPath, OutgoingTransfer, Receiver, Sender, TransportError
 from transport.config import TransportConfig
-from transport.endpoint import Endpoint
-from transport.errors import TransportError
-from transport.receiving.receiver import Receiver
-from transport.sending.paths import LinkPath
-from transport.sending.sender import OutgoingTransfer, Sender
 from transport.testing.proxy import HurtfulProxy
 
 LOOPBACK = Endpoint("127.0.0.1", 0)

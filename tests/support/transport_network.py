@@ -17,10 +17,8 @@ from typing import Any
 from transport_doubles import MemorySpace, greeting, make_spec
 from transport_loopback import LoopbackPair
 
+from transport import Endpoint, OutgoingSpec, OutgoingTransfer
 from transport.config import TransportConfig
-from transport.endpoint import Endpoint
-from transport.interfaces import OutgoingSpec
-from transport.sending.sender import OutgoingTransfer
 from transport.testing.proxy import HurtfulProxy
 from transport.wire.frames import FrameType, encode_open
 from transport.wire.handshake import own_hello

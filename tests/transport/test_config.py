@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from transport import Endpoint, OutgoingSpec
 from transport.backoff import Backoff
 from transport.config import TransportConfig
-from transport.endpoint import Endpoint
-from transport.interfaces import OutgoingSpec
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from transport import Identity, Role
 from transport.access import ACCESS, callers_of
-from transport.identity import (
-    ROLES,
-    Identity,
-    Role,
-    certificate_identities,
-    identities_of,
-    refusal,
-)
+from transport.identity import ROLES, certificate_identities, identities_of, refusal
 
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}", fullmatch=True)
 roles = st.sampled_from(ROLES).map(lambda role: cast(Role, role))

@@ -35,6 +35,13 @@ def gateway_file(resolved: ResolvedRegion, directory: RunDirectory, node: str = 
     settings["home"] = region.home_at(node)
     settings["port"] = gateway.ports.get(node, gateway.port)
     settings["state"] = gateway.state or directory.learned_file_of(gateway_process(region, node))
+    if len(gateway.nodes) > 1:
+        # Some may run on one host, and no two write to one file.
+        if gateway.state is not None:
+            settings["state"] = f"{gateway.state}.{node}"
+        if gateway.recorder is not None:
+            folder = gateway.recorder.dir / node
+            settings["recorder"] = gateway.recorder.model_copy(update={"dir": folder})
     if gateway.shared is not None:
         own = {"region": region.name, "name": node}
         settings["shared"] = gateway.shared.model_copy(update=own)

@@ -20,6 +20,7 @@ from engine_region import (
     engine_metrics,
     everything_is_given_back,
     granter_of,
+    link_is_usable,
     records_at,
     until,
 )
@@ -51,6 +52,7 @@ async def slow(served: Served) -> AsyncIterator[Served]:
     """The region with a slow link; after the test it is whole and empty again, with its own."""
     relay = served.region.relay()
     await asyncio.to_thread(relay.configure, rate="40Mbit")
+    await until(lambda: link_is_usable(served.url), "the link is usable")
     yield served
     await asyncio.to_thread(relay.heal)
     await asyncio.to_thread(relay.configure, rate="1Gbit")

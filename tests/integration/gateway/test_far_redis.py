@@ -19,7 +19,7 @@ from deploy.gateway.api_keys import ApiKey
 from deploy.gateway.sharing import redis_region
 from deploy.gateway.sharing.redis_region import GONE_S
 from deploy.gateway.sharing.region_sharing import MAX_BATCH, TOLD_BATCHES
-from transport.endpoint import Endpoint
+from transport import Endpoint
 from transport.testing.proxy import HurtfulProxy
 
 ONE_WAY_S = 0.02

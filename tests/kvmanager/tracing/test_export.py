@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from kvmanager.config_files.traces import SampledTraces, TracesSection, open_tracer
 from kvmanager.tracing.export import CLOSE_S, Tracer
 from kvmanager.tracing.spans import begin
-from transport.errors import LocalError
+from transport import LocalError
 
 HEADER = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
 KIND_CLIENT = 3

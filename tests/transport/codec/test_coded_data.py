@@ -13,9 +13,9 @@ from transport_doubles import (
     make_spec,
 )
 
+from transport import PeerError, TransportError
 from transport.codec.codecs import Codec, encode
 from transport.config import TransportConfig
-from transport.errors import PeerError, TransportError
 from transport.receiving.incoming import RAW_LENGTH
 from transport.receiving.reception import Reception
 from transport.wire.frames import FrameType, encode_data_header, encode_header, encode_open

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transport.interfaces import Priority
+from transport import Priority
 from transport.sending.fair_queue import FairQueue, TokenBucket
 
 REQUEST, REPLICATION = Priority.REQUEST, Priority.REPLICATION

@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 from transport_doubles import make_spec
 
+from transport import LinkError, LocalError, PeerError, Priority, TransferState
 from transport.codec.codecs import Codec
 from transport.config import TransportConfig
-from transport.errors import LinkError, LocalError, PeerError
-from transport.interfaces import Priority, TransferState
 from transport.sending.link import LinkCore
 from transport.sending.link_work import AbortConnection, TransferEnded, Work
 from transport.sending.outgoing import Coded, OutgoingState

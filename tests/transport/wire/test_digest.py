@@ -7,7 +7,7 @@ import threading
 from blake3 import blake3
 from transport_doubles import MemorySpace, make_spec
 
-from transport.interfaces import TransferState
+from transport import TransferState
 from transport.receiving.incoming_transfer import IncomingTransfer
 from transport.wire.digest import PIECE_BYTES, digest_of
 

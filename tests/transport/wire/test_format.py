@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from xxhash import xxh3_64_intdigest
 
+from transport import PeerError
 from transport.codec.codecs import Codec
 from transport.config import TransportConfig
-from transport.errors import PeerError
 from transport.wire.frame_reader import FrameReader, Step
 from transport.wire.frames import (
     HEADER_BYTES,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.errors import PeerError
+from transport import PeerError
 from transport.wire.frame_reader import FrameReader, Step
 from transport.wire.frames import (
     HEADER_BYTES,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from transport import PeerError
 from transport.codec.codecs import Codec
 from transport.config import TransportConfig
-from transport.errors import PeerError
 from transport.wire.frames import HEADER_BYTES, FrameType
 from transport.wire.handshake import (
     VERSION,

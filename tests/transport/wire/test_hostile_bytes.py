@@ -21,9 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transport_doubles import MemoryRegistry, MemorySpace, NoConnections, make_spec
 
+from transport import PeerError, TransferState
 from transport.config import TransportConfig
-from transport.errors import PeerError
-from transport.interfaces import TransferState
 from transport.receiving.incoming_transfer import Destination, IncomingTransfer
 from transport.receiving.reception import Reception
 from transport.wire.frames import FrameType, encode_frame, encode_open

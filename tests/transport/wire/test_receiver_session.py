@@ -14,9 +14,8 @@ from transport_doubles import (
     make_spec,
 )
 
+from transport import OutgoingSpec, PeerError
 from transport.config import TransportConfig
-from transport.errors import PeerError
-from transport.interfaces import OutgoingSpec
 from transport.receiving.reception import Reception
 from transport.wire.digest import digest_of
 from transport.wire.frames import (
