@@ -82,15 +82,19 @@ def with_tls(spec: RegionSpec, folder: Path, host: str = LOOPBACK) -> RegionSpec
 
 
 def with_engines(
-    spec: RegionSpec, engines: Mapping[str, Sequence[Mapping[str, Any]]], **of_model: Any
+    spec: RegionSpec,
+    engines: Mapping[str, Sequence[Mapping[str, Any]]],
+    agents: Mapping[str, Any] | None = None,
+    **of_model: Any,
 ) -> RegionSpec:
     """The same region with these engines on its nodes, each as region.yaml has it, and with these
-    settings of its model.
+    settings of its agents and its model.
     """
 
     def at_node(node: NodeSpec) -> NodeSpec:
-        found = tuple(map(RegionInstance.model_validate, engines[node.name]))
-        return node.model_copy(update={"instances": found})
+        instances = tuple(map(RegionInstance.model_validate, engines[node.name]))
+        agent = node.agent.model_copy(update=dict(agents or {}))
+        return node.model_copy(update={"instances": instances, "agent": agent})
 
     clusters = tuple(
         cluster.model_copy(update={"nodes": tuple(map(at_node, cluster.nodes))})

@@ -252,7 +252,9 @@ def _window(path: Path, folder: Path) -> RegionSpec:
             {"name": DECODE_TWO, "role": "decode", **ranks},
         ],
     }
-    spec = with_engines(spec, engines, env={}, args=TOOL_ARGS, block_size=32)
+    # An agent that was killed evicts nothing at first, so transfers need memory beside the cache.
+    agents = {"arena_gib": 1, "cache_gib": 0.5}
+    spec = with_engines(spec, engines, agents, env={}, args=TOOL_ARGS, block_size=32)
     return with_tls(spec, folder, own_address())
 
 
