@@ -29,9 +29,15 @@ from netmon.estimate import LinkCondition, PathReport
 from netmon.monitor import MonitorConfig
 from netmon.samples import InterfaceSample, ProbeResult
 from netmon.tcp_info import TcpInfo
-from transport import Endpoint, LinkState, TransferProgress, TransferState
-from transport.sending.link_state import Backlog, ConnectionState
-from transport.sending.tuning import TuningWindow
+from transport import (
+    Backlog,
+    ConnectionState,
+    Endpoint,
+    LinkState,
+    TransferProgress,
+    TransferState,
+    TuningWindow,
+)
 
 FAR = Endpoint("far", 7100)
 MB = 1_000_000
