@@ -6,12 +6,13 @@ after any later hour may not be more than what they held at some time of the fir
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import pytest
+from eventually import wait_until
 from transport_doubles import MemorySpace, make_spec
 from transport_loopback import LoopbackPair
 
@@ -31,7 +32,7 @@ from scheduler.live.ledger import DirectPrompt, Ledger, PrefillLeg
 from scheduler.live.tenants import TenantLedger, TenantLimit
 from scheduler.routing.front_placement import Room
 from scheduler.routing.prefix_demand import CachedPrefix, DemandTracker
-from transport import TransportConfig
+from transport import Sender, TransportConfig
 
 HOURS = 24
 STEPS_AN_HOUR = 12
@@ -64,6 +65,13 @@ def table_sizes(thing: object) -> dict[str, int]:
 
     visit(thing, type(thing).__name__)
     return sizes
+
+
+def sizes_at_once(sender: Sender) -> dict[str, int] | None:
+    """None if the sender's threads have changed a table while it was looked at."""
+    with suppress(RuntimeError):
+        return table_sizes(sender)
+    return None
 
 
 OURS = {"kvmanager", "netmon", "prfaas", "scheduler", "transport"}
@@ -227,10 +235,10 @@ def test_a_sender_forgets_the_budgets_of_tenants_long_gone(monkeypatch: pytest.M
                 pair.sender.open(spec, MemorySpace(bytearray(1)), pair.listener).ready(0, 1)
             for spec in specs:
                 assert pair.listener.wait(spec.transfer_id) is None
-            most = most or table_sizes(pair.sender)
+            most = most or wait_until(lambda: sizes_at_once(pair.sender))
         grown = {
             path: size
-            for path, size in table_sizes(pair.sender).items()
+            for path, size in wait_until(lambda: sizes_at_once(pair.sender)).items()
             if size > 1.5 * most.get(path, 0) + 8
         }
         assert grown == {}
