@@ -16,9 +16,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from shared_link import PLENTY, WatchedLink
 from transport_loopback import LoopbackPair, eventually
 from transport_network import Network
-from watched_link import PLENTY, WatchedLink
 
 from transport import Elements, Priority, TransportConfig
 from transport.config import KIB, MIB
