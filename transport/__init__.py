@@ -21,12 +21,15 @@ from transport.interfaces import (
 )
 from transport.receiving.receiver import Receiver
 from transport.region_key import Credentials, RegionKey
-from transport.sending.link_state import LinkState
+from transport.sending.link_state import Backlog, ConnectionState, LinkState
 from transport.sending.paths import LinkPath
 from transport.sending.sender import OutgoingTransfer, Sender
+from transport.sending.tuning import TuningWindow
 
 __all__ = [
+    "Backlog",
     "ByteSpace",
+    "ConnectionState",
     "Credentials",
     "Elements",
     "Endpoint",
@@ -51,4 +54,5 @@ __all__ = [
     "TransferState",
     "TransportConfig",
     "TransportError",
+    "TuningWindow",
 ]

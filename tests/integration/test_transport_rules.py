@@ -182,6 +182,17 @@ def test_bytes_that_only_opened_acknowledges_count_as_acknowledged() -> None:
         assert link.acked_bytes == MIB
 
 
+def test_a_digest_is_of_the_bytes_as_they_are_when_all_are_ready() -> None:
+    with closing(Network(CONFIG)) as network:
+        transfer = network.open(1, bytes(1000), digest=True)
+        transfer.handle.ready(0, 999)
+        assert transfer.handle.wait_acked(999, 20)
+        transfer.source.data[999] = 1
+        transfer.ready()
+        assert network.listener.wait(transfer.id) is None
+        assert transfer.landed == bytes(999) + b"\1"
+
+
 @pytest.mark.parametrize(
     ("config", "lifetime_ms"),
     [

@@ -27,9 +27,15 @@ from kvmanager.transfers.records import BadRequest, NoArenaRoom
 from netmon.detector import DetectorConfig
 from netmon.estimate import LinkCondition, PathReport
 from netmon.tcp_info import TcpInfo
-from transport import Endpoint, LinkState, TransferProgress, TransferState
-from transport.sending.link_state import Backlog, ConnectionState
-from transport.sending.tuning import TuningWindow
+from transport import (
+    Backlog,
+    ConnectionState,
+    Endpoint,
+    LinkState,
+    TransferProgress,
+    TransferState,
+    TuningWindow,
+)
 
 FAR = Endpoint("far", 7100)
 MB = 1_000_000

@@ -26,9 +26,7 @@ from deploy.region.spec.loading import load_region
 from kvmanager.agent.messages import StatusReply
 from kvmanager.agent.probe_messages import AgentLoad, KernelTcp, ProbeStatusReply
 from netmon.tcp_info import parse
-from transport import LinkState
-from transport.sending.link_state import ConnectionState
-from transport.sending.tuning import TuningWindow
+from transport import ConnectionState, LinkState, TuningWindow
 
 run = CliRunner().invoke
 MIB = 1 << 20
