@@ -13,12 +13,9 @@ from rich.console import Console
 from deploy.gateway.serving.records import Outcome, RequestRecord
 from deploy.gateway.serving.ttft_parts import TtftParts
 from deploy.ops.explain_view import OUTCOMES, REASONS, SPILLS, placement_words, reason_words
-from deploy.ops.link import sparkline
 from deploy.ops.requests import _LETTERS, BAR_COLUMNS, bar, print_requests
 from deploy.ops.timeline import timeline_of
 from kvmanager.load_times import LoadTimes
-from netmon.estimate import LinkCondition
-from netmon.region_link import LinkStep
 from prfaas.jobs import PrefillResult
 from scheduler.routing.decision import Reason
 from scheduler.routing.short_term import RouteDecision
@@ -144,13 +141,3 @@ def test_a_bar_has_all_its_columns_whatever_the_parts() -> None:
 def test_every_part_has_a_letter() -> None:
     known = {name.removesuffix("_s") for name in TtftParts.__struct_fields__}
     assert set(_LETTERS) == known
-
-
-def test_bars_are_shares_of_the_most() -> None:
-    def steps(*rates: float) -> list[LinkStep]:
-        return [LinkStep(0.0, rate, 8.0, LinkCondition.CLEAR) for rate in rates]
-
-    assert sparkline(steps(0.0, 1.0, 4.0, 8.0)) == "·▂▅█"
-    assert sparkline([]) == ""
-    assert sparkline([LinkStep(0.0, 0.0, None, LinkCondition.CLEAR)]) == "·"
-    assert len(sparkline(steps(*range(100)))) == 16
