@@ -12,11 +12,12 @@ from deploy.region.launch.launcher import RunningRegion
 from kvmanager.agent.messages import CacheModel
 from kvmanager.pool.shape import PartKind
 
-TURNS = ((1500, 0), (400, 5), (300, 4), (2000, 0))
+TURNS = ((1500, 0), (400, 5), (300, 4))
 """How many tokens each turn adds to what was said before, and which draw of their text to try
-first: one that the recurrent model is sure of. The last one, which comes after faults, is above the
-threshold of a link that was down.
+first: one that the recurrent model is sure of.
 """
+TURNS_OVER_SLOW_LINK = (*TURNS[:2], (1500, 0), (2000, 0))
+"""The last two are above the threshold of a link that was slow, or down."""
 
 
 def next_turn(

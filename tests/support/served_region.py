@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from client_answers import TOOL_ARGS, client_answers
-from conversation import TURNS, Talk, expected_turns
+from conversation import TURNS, TURNS_OVER_SLOW_LINK, Talk, expected_turns
 from engine_region import (
     RECURRENT,
     WINDOW,
@@ -225,7 +225,7 @@ async def _plain_answers(path: Path, name: str, log_dir: Path) -> Plain:
         asked, expected = await reference_answers(url, name, requests())
         # Texts of the official clients are not drawn until the recurrent model is sure of them.
         is_exact = name == WINDOW
-        new = TURNS if is_exact else TURNS[:3]
+        new = TURNS_OVER_SLOW_LINK if is_exact else TURNS
         turns, answers = await expected_turns(url, name, new, seed=9000)
         by_clients = await client_answers(url, name) if is_exact else {}
         odd = await odd_requests(url, name, model.max_model_len) if is_exact else []
