@@ -222,14 +222,16 @@ def test_a_cancel_that_is_lost_is_not_the_last_word() -> None:
     """The sender gives up waiting for an answer to it. Then it must not keep any connection open on
     which the receiver would wait for the rest.
     """
-    with closing(FaultRig(IMPATIENT)) as rig:
+    # Of several, one that got no frame of the transfer was never told of it, and rightly stays.
+    with closing(FaultRig(replace(IMPATIENT, num_connections=1, autotune=False))) as rig:
         rig.bring_to(Phase.DURING)
         assert rig.handle is not None
         rig.handle.cancel("no longer wanted")
         error = rig.outcome(CONFIG.ack_timeout_s + 2)
         assert isinstance(error, LocalError)
         assert error.code == "cancelled"
-        eventually(lambda: rig.pair.sender.num_connections(rig.proxy.endpoint) == 0)
+        # In any case the kernel gives up on it, after about 20 s.
+        eventually(lambda: rig.pair.sender.num_connections(rig.proxy.endpoint) == 0, 10.0)
         rig.proxy.cut()
         rig.proxy.resume()
         told = rig.pair.registry.wait(rig.transfer_id, IMPATIENT.idle_timeout_s + 2)
