@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import select
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
 
@@ -17,7 +16,7 @@ from hostile import forge, own_greeting
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transport_doubles import MemorySpace, make_spec
-from transport_loopback import LoopbackPair
+from transport_loopback import LoopbackPair, eventually
 
 from transport import OutgoingSpec, TransportConfig
 from transport.receiving import connection as connection_module
@@ -101,13 +100,6 @@ class Arena(LoopbackPair):
 def arena(request: pytest.FixtureRequest) -> Iterator[Arena]:
     with closing(Arena(getattr(request, "param", CONFIG))) as arena:
         yield arena
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "did not happen in time"
-        time.sleep(0.005)
 
 
 def rss_bytes() -> int:

@@ -154,7 +154,7 @@ class BadNetwork(RuleBasedStateMachine):
         for transfer in self.transfers:
             transfer.source.release()  # BufferError while anybody holds a view
             transfer.landing.release()
-        eventually(lambda: not self.census.leaks(), 20.0, lambda: ", ".join(self.census.leaks()))
+        self.census.wait_for_no_leaks()
 
     def check_end(self, index: int, transfer: NetworkTransfer) -> None:
         error = self.network.listener.wait(transfer.id)

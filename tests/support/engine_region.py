@@ -3,10 +3,8 @@
 Engines are small and slow to start (ten seconds each on two cores): tests share them.
 """
 
-import asyncio
 import contextlib
 import socket
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import aiohttp
 import psutil
 from certificates import make_region_files
+from eventually import eventually
 
 from deploy.gateway.scheduling.config import RoutingSection
 from deploy.lab.demo.answers import Answer, ask_all
@@ -177,11 +176,8 @@ async def computed_alone(
 
 
 async def until(holds: Callable[[], Awaitable[bool]], what: str, timeout_s: float = 60.0) -> None:
-    """Poll until `holds`; AssertionError naming `what` when time is over."""
-    deadline_s = time.monotonic() + timeout_s
-    while not await holds():
-        assert time.monotonic() < deadline_s, f"after {timeout_s:g} s still not: {what}"
-        await asyncio.sleep(0.1)
+    """`eventually`, with pauses that leave the engines' cores to them."""
+    await eventually(holds, what=what, timeout_s=timeout_s, pause_s=0.1)
 
 
 def granter_of(region: RunningRegion) -> Granter:

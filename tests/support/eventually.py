@@ -16,7 +16,12 @@ IsRight = Callable[[Any], object]
 
 
 async def eventually(
-    look: Look, is_right: IsRight = bool, *, what: object = "", timeout_s: float = 60.0
+    look: Look,
+    is_right: IsRight = bool,
+    *,
+    what: object = "",
+    timeout_s: float = 60.0,
+    pause_s: float = PAUSE_S,
 ) -> Any:
     """Call `look`, which may be a coroutine function, until what it returns is right, and return
     that. AssertionError with `what` when the time is over.
@@ -30,7 +35,7 @@ async def eventually(
                     seen = await seen
                 if is_right(seen):
                     return seen
-                await asyncio.sleep(PAUSE_S)
+                await asyncio.sleep(pause_s)
     except TimeoutError:
         raise _late(seen, what, timeout_s) from None
 

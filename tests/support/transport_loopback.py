@@ -6,6 +6,7 @@ Faults come from `transport.testing.proxy`.
 
 from __future__ import annotations
 
+import operator
 import os
 import random
 import threading
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
 
+from eventually import wait_until
 from transport_doubles import MemoryRegistry, MemorySpace, RecordingListener, make_spec
 
 from transport import Endpoint, LinkPath, OutgoingTransfer, Receiver, Sender, TransportError
@@ -22,7 +24,6 @@ from transport.config import TransportConfig
 from transport.testing.proxy import HurtfulProxy
 
 LOOPBACK = Endpoint("127.0.0.1", 0)
-POLL_S = 0.005
 
 
 class LoopbackPair:
@@ -85,6 +86,10 @@ class Census:
             if number not in self.descriptors
         ]
         return sorted(opened) + sorted(f"thread {name}" for name in now.threads - self.threads)
+
+    def wait_for_no_leaks(self) -> None:
+        """AssertionError with what is left after 20 s."""
+        wait_until(self.leaks, operator.not_, what="nothing is left", timeout_s=20.0)
 
 
 class Phase(StrEnum):
@@ -212,7 +217,7 @@ class FaultRig:
             self.pair.receiver.drop(self.transfer_id, "the test is over")
         self.landing.release()
         self.close()
-        eventually(lambda: not self.census.leaks(), 20.0, lambda: ", ".join(self.census.leaks()))
+        self.census.wait_for_no_leaks()
 
     def close(self) -> None:
         self.pair.close()
@@ -223,16 +228,9 @@ class FaultRig:
         return self.handle
 
 
-def eventually(
-    condition: Callable[[], bool],
-    timeout_s: float = 20.0,
-    describe: Callable[[], str] = lambda: "it did not happen in time",
-) -> None:
-    """Wait until `condition` holds; AssertionError with `describe()` if it does not in time."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, describe()
-        time.sleep(POLL_S)
+def eventually(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    """`wait_until` with the patience of the transport's tests."""
+    wait_until(condition, timeout_s=timeout_s)
 
 
 __all__ = [
